@@ -167,7 +167,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     steps = stages.steps_for(guide, loss, budget.training_seconds)
     parameters = model_parameters(target)
     if target.is_vectorized and not parameters:
-        loss = _RecordedELBO(target, particles, steps, stages.options["compile"])
+        loss = _MeanFieldELBO(target, particles, steps, stages.options["compile"])
     result = stages.train_alone(
         "mean-field",
         guide,
@@ -184,7 +184,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     return result
 
 
-class _RecordedELBO(Trace_ELBO):
+class _MeanFieldELBO(Trace_ELBO):
     """The ELBO of an ``AutoNormal`` from the recorded score of a target, without traces."""
 
     def __init__(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -379,7 +380,8 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     """
     for value in leaves_of([args, kwargs, *_variables(model)]):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value.new_empty(())
+            with contextlib.suppress(RuntimeError):  # poutine.equalize keeps a value of vmap
+                return value.new_empty(())
     return None
 
 

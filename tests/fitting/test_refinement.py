@@ -233,7 +233,7 @@ def test_the_loss_of_the_rough_guide_is_that_of_pyros_elbo():
     y = torch.tensor(1.5)
     target, guide = Target(several_shapes, y), AutoNormal(several_shapes, init_scale=0.3)
     guide(y)
-    loss = refinement._RecordedELBO(target, 5, 100, "auto")
+    loss = refinement._MeanFieldELBO(target, 5, 100, "auto")
     parameters = [*guide.locs.parameters(), *guide.scales.parameters()]
 
     def gradients(value):

@@ -64,6 +64,21 @@ def test_batches_outside_of_plates_become_events_with_the_same_density():
     torch.testing.assert_close(trace.log_prob_sum(), plain.log_prob_sum())
 
 
+def test_guides_of_a_model_that_keeps_a_value_of_an_earlier_run():
+    def base():
+        for name in ("cats", "dogs"):
+            scale = pyro.sample(f"{name}_scale", dist.LogNormal(0.0, 1.0))
+            pyro.sample(f"{name}_mean", dist.Normal(0.0, scale))
+
+    model = poutine.equalize(base, ".+_scale")
+    for elbo in (LIVI_ELBO(2), LIVI_ELBO(2)):
+        pyro.clear_param_store()
+        guide = AutoSemiImplicit(model)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
+        assert isinstance(svi.step(), float)
+        assert sorted(guide()) == ["cats_mean", "cats_scale", "dogs_mean"]
+
+
 @pytest.mark.parametrize("config", [{}, {"x": LocScaleReparam(0.0)}])
 def test_held_out_rows_are_those_of_the_data_alone(config):
     @poutine.reparam(config=config)
