@@ -139,7 +139,7 @@ def test_every_public_name_is_on_a_page_of_the_reference():
             value = getattr(module, name)
             shown.append(value)
             has_docstring = inspect.isclass(value) or inspect.isroutine(value)
-            if not (value.__doc__ if has_docstring else f".. py:data:: {package}.{name}" in page):
+            if not (value.__doc__ if has_docstring else f".. py:data:: {name}\n" in page):
                 missing.append(f"{package}.{name}")
     library = importlib.import_module("pyro_implicit")
     missing += [name for name in library.__all__ if getattr(library, name) not in shown]
