@@ -35,10 +35,11 @@ class AutoMixture(AutoDraws):
     component separately, initialised in its mode, and then set the weights. If all components have
     a generator with an ``inverse``, such as
     :class:`~pyro_implicit.generators.autoregressive.AutoregressiveGenerator`, the mixture has an
-    exact density: any ELBO evaluates it, and :func:`~pyro_implicit.fitting.mixture_weights` finds
-    the best weights. Otherwise it can only be sampled; then use the components' certified bounds
-    (:func:`~pyro_implicit.evidence_bound`) as ``log_weights``: for modes that do not overlap the
-    best weights are softmax(bounds), up to the looseness of the bounds.
+    exact density: any ELBO evaluates it, or trains all components further, and
+    :func:`~pyro_implicit.fitting.mixture_weights` finds the best weights. Otherwise it can only be
+    sampled; then use the components' certified bounds (:func:`~pyro_implicit.evidence_bound`) as
+    ``log_weights``: for modes that do not overlap the best weights are softmax(bounds), up to the
+    looseness of the bounds.
 
     **Example:**
 
