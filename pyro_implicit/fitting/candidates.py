@@ -172,7 +172,9 @@ def mean_field_guide(
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> mean_field_guide(model, Target(model), {"x": torch.tensor(2.0)}).median()["x"]
+    >>> guide = mean_field_guide(model, Target(model), {"x": torch.tensor(2.0)})
+    >>> _ = guide()
+    >>> guide.median()["x"]
     tensor(2.)
 
     :param model: a Pyro model.

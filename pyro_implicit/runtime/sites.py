@@ -496,7 +496,7 @@ def unplated_as_events(model: Callable[..., Any], dims: Mapping[str, int]) -> Ca
 
 def _batch_of(site: Site) -> torch.Size:
     """Return the batch shape of a distribution and its value."""
-    fn, shape = site["fn"], site["value"].shape
+    fn, shape = site["fn"], torch.as_tensor(site["value"]).shape  # data may be numbers or lists
     return torch.broadcast_shapes(fn.batch_shape, shape[: len(shape) - fn.event_dim])
 
 
