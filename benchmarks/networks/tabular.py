@@ -87,7 +87,7 @@ held-out log-likelihood was below the ensemble's by 2.9 and 2.3 standard errors 
 Concrete, where test rows gained .64 and .10; of all 15 splits, test rows lost on one (.07 +- .10,
 Boston) and gained .07 to 1.74 on the others. So chains are rejected only beyond four errors.
 
-Bike sharing took 3,000 CPU seconds next to other jobs. On an H100 with ``max_seconds=180`` the same
+Bike sharing took its CPU seconds next to other jobs. On an H100 with ``max_seconds=180`` the same
 call reaches RMSE .225 and NLL -.728, and on a core of that machine .226 and -.697 after 430 CPU
 seconds (``gpu.md``).
 
