@@ -53,7 +53,8 @@ The papers: KIVI -94.8, Gaussian -97.3 (8 latents, 500 units); UIVI -94.09, SIVI
 
 Held-out images end a training too early: with all training images and 435 epochs (``--held-out 0``,
 seed 0, .53 CPU hours) the Gaussian encoder of 10 latents has a train bound of -92.47, a test bound
-of -99.84 and log p(test) -92.46, 2.1 nats above the one that held-out images end after 92 epochs.
+of -99.84 and log p(test) -92.46, 2.1 nats above that of the
+training that held-out images end after 92 epochs.
 """
 
 

@@ -457,7 +457,10 @@ class Mixture(TorchDistribution):
         :raises NotImplementedError: for trained weights, and components without ``rsample``.
         """
         if not self.has_rsample:
-            raise NotImplementedError("draws have no gradient in trained weights: use sample()")
+            raise NotImplementedError(
+                "draws of this mixture have no gradient, as its weights are trained or a component "
+                "has no rsample. Cure: sample(), or weights without gradient"
+            )
         return self._draw(sample_shape, "rsample")
 
     def _draw(self, sample_shape: torch.Size, method: str) -> Tensor:

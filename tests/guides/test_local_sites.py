@@ -9,9 +9,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_implicit import (
+    LIVI_ELBO,
     AutoImplicit,
     AutoMixture,
     AutoregressiveGenerator,
@@ -92,6 +95,23 @@ def test_minibatches_of_an_exact_guide_add_up_to_the_evidence(size, whole):
         losses.append(elbo.loss(one, guide, seen(index), index))
     assert max(losses) - min(losses) > 1  # the minibatches differ
     assert -sum(losses) / len(losses) == pytest.approx(log_evidence(x).item(), abs=1e-6)
+
+
+def test_rows_of_a_part_of_a_guide_list():
+    """The list has the plates, and the part the parameters of all rows."""
+
+    def both(x, index):
+        pyro.sample("other", dist.Normal(x.new_zeros(()), 1.0))
+        model(x, index)
+
+    x, index = data(), torch.tensor([2, 7, 5])
+    guide = AutoGuideList(both, create_plates=rows_of)
+    guide.append(AutoNormal(poutine.block(both, expose=["other"])))
+    guide.append(AutoSemiImplicit(poutine.block(both, hide=["other"])))
+    assert guide(x[index], index)["z"].shape == (3,)
+    LIVI_ELBO(4).loss_and_grads(both, guide, x[index], index)
+    grad = guide[1].rows.loc_z_unconstrained.grad
+    assert grad.shape == (NUM_ROWS,) and sorted(grad.nonzero().flatten().tolist()) == [2, 5, 7]
 
 
 def expected_loss(x, mean, sd, loc, slope, scale):
