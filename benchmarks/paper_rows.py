@@ -62,9 +62,10 @@ def network(
 def autoencoder(
     encoder: str, latents: int, hidden: int, hours: float, value: float, seed: int, draws: int = 20
 ) -> Row:
-    """KIVI's section 6.3 (8 latents, 500 units) and UIVI's sizes (10 and 200)."""
-    words = ["--paper", "--data-dir", "{data}/mnist", "--encoders", encoder]
+    """KIVI's section 6.3 (8 latents, 500 units) and UIVI's sizes (10 and 200), 200 epochs."""
+    words = ["--paper", "--epochs", "200", "--data-dir", "{data}/mnist", "--encoders", encoder]
     line = {"encoder": encoder, "latent_dim": latents, "hidden": hidden, "entropy_particles": draws}
+    line["epochs"] = 200
     for name in ("latent_dim", "hidden", "entropy_particles"):
         words += [f"--{name.replace('_', '-')}", str(line[name])]
     name = f"vae {latents}-{hidden} {encoder} {draws}"

@@ -19,8 +19,7 @@ weighted draws, and then provides ``--importance-samples`` draws for every image
 reliable if the effective sample size (ESS, of the median image) is large. "Monte Carlo" is its
 standard error, "s.e." the standard error from the choice of test images.
 
-``--held-out`` scores so many training images after each epoch. Training ends when their bound has
-not risen for ``--patience`` epochs, and keeps the parameters of the best epoch. With
+All encoders train for ``--epochs``, so that no decoder has learnt longer than another. With
 ``--checkpoint`` a killed training continues from the last epoch, to the same result.
 
 Each encoder takes up to a minute. The second command has the sizes of the KIVI paper::
@@ -185,21 +184,10 @@ class Progress:
 
     def __init__(self) -> None:
         self.epochs, self.seconds = 0, 0.0
-        self.bounds: list[float] = []  # of the held-out images, by epoch
-        self.best: dict[str, Tensor] = {}  # parameters of the best epoch
-
-    @property
-    def best_epoch(self) -> int:
-        return 1 + max(range(len(self.bounds)), key=self.bounds.__getitem__)
 
 
 def fit(
-    vae: VAE,
-    elbo: Trace_ELBO,
-    images: Tensor,
-    held_out: Tensor,
-    args: argparse.Namespace,
-    name: str,
+    vae: VAE, elbo: Trace_ELBO, images: Tensor, args: argparse.Namespace, name: str
 ) -> Progress:
     """Train an autoencoder, from its checkpoint if there is one."""
     optimiser = torch.optim.Adam(vae.parameters())
@@ -214,11 +202,9 @@ def fit(
     if file is not None and file.exists():
         load_checkpoint(file, progress, parameters, optimisers, elbo)
     for epoch in (bar := trange(progress.epochs, args.epochs, desc=name)):
-        if progress.bounds and epoch - progress.best_epoch >= args.patience:
-            break
         start = time.process_time()
         for group in optimiser.param_groups:
-            group["lr"] = rate(epoch, args)
+            group["lr"] = args.lr * 0.1 ** (epoch / args.epochs)
         total = 0.0
         for batch in torch.randperm(len(images)).split(args.batch_size):
             optimiser.zero_grad()
@@ -226,26 +212,12 @@ def fit(
             loss.backward()
             optimiser.step()
             total += loss.item()
-        if len(held_out):
-            progress.bounds.append(mean_bound(elbo, vae, held_out, args))
-            if progress.best_epoch == epoch + 1:
-                progress.best = {k: value.detach().clone() for k, value in parameters.items()}
         progress.epochs = epoch + 1
         progress.seconds += time.process_time() - start
         if file is not None:
             save_checkpoint(file, progress, parameters, optimisers, elbo)
         bar.set_postfix(bound=f"{-total / len(images):.2f}", refresh=False)
-    with torch.no_grad():
-        for key, value in progress.best.items():
-            parameters[key].copy_(value)
     return progress
-
-
-def rate(epoch: int, args: argparse.Namespace) -> float:
-    """Fall to a tenth over the run, or to a half every ``--halve-every`` epochs."""
-    if args.halve_every is None:
-        return args.lr * 0.1 ** (epoch / args.epochs)
-    return args.lr * 0.5 ** (epoch // args.halve_every)
 
 
 @torch.no_grad()
@@ -340,8 +312,7 @@ def run(
     pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
     vae, elbo = build(name, train.shape[1], args)
-    train, held_out = train.split([len(train) - args.held_out, args.held_out])
-    progress = fit(vae, elbo, train, held_out, args, name)
+    seconds = fit(vae, elbo, train, args, name).seconds
     for option in ("num_entropy_particles", "num_mixing"):  # more than training could afford
         if hasattr(elbo, option):
             setattr(elbo, option, args.bound_particles)
@@ -352,9 +323,7 @@ def run(
     numbers = {"train_bound": bounds[0], "test_bound": bounds[1], "num_eval": len(value)}
     numbers |= {"log_likelihood": value.mean().item(), "monte_carlo": noise.item()}
     numbers |= {"standard_error": (value.std() / len(value) ** 0.5).item()}
-    numbers |= {"ess": ess.median().item(), "epochs_taken": progress.epochs}
-    numbers |= {"best_epoch": progress.best_epoch if progress.bounds else progress.epochs}
-    return vae, numbers | {"seconds": progress.seconds}
+    return vae, numbers | {"ess": ess.median().item(), "seconds": seconds}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -368,7 +337,7 @@ def main(args: argparse.Namespace) -> None:
         found["gap"] = found["train_bound"] - found["test_bound"]
         keys = ["train_bound", "test_bound", "gap", "log_likelihood", "standard_error"]
         cells = [*(f"{found[key]:.2f}" for key in keys), f"{found['monte_carlo']:.3f}"]
-        seconds = found["seconds"] / found["epochs_taken"]
+        seconds = found["seconds"] / args.epochs
         table.append(row(name, *cells, f"{found['ess']:.0f}", f"{seconds:.2f}"))
         print(table[-1])
         grids[name] = pictures(vae, test)
@@ -401,13 +370,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bound-particles", type=int, default=200, help="draws per image for the bounds"
     )
-    parser.add_argument("--epochs", type=int, default=100, help="at most")
-    parser.add_argument("--held-out", type=int, default=0, help="training images that end it")
-    parser.add_argument("--patience", type=int, default=10, help="epochs without a better bound")
+    parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--checkpoint", type=Path, help="folder from which training continues")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, decays to a tenth")
-    parser.add_argument("--halve-every", type=int, help="or to a half after so many epochs")
     parser.add_argument("--importance-samples", type=int, default=5000, help="per image")
     parser.add_argument("--num-eval", type=int, default=200, help="test images of log p(test)")
     parser.add_argument("--seed", type=int, default=0)
