@@ -140,11 +140,10 @@ def _bounds(name: str, site: Site) -> tuple[Any, Any]:
 def coordinates_of(name: str, site: Site) -> Integers:
     """Return the map from coordinates to the values of a discrete latent variable.
 
-    :raises ValueError: for a support in which elements cannot move one by one, and for a site
-        without a density: a flat prior, or a mask.
+    :raises ValueError: for a support in which elements cannot move one by one, and for endlessly
+        many values without a density: a flat prior, or a mask.
     """
     refuse_improper_prior(name, site)
-    _bounds(name, site)
     value = site["value"]
     if _is_one_hot(site["fn"]):
         return OneHots(value.dtype, value.shape[-1])
@@ -152,10 +151,12 @@ def coordinates_of(name: str, site: Site) -> Integers:
 
 
 def refuse_improper_prior(name: str, site: Site) -> None:
-    """Check that a discrete latent variable has a density.
+    """Check that a discrete latent variable without a density has finitely many values.
 
-    :raises ValueError: for a flat prior, or a mask.
+    :raises ValueError: for a flat prior, or a mask, on endlessly many integers.
     """
+    if all(torch.as_tensor(bound).isfinite().all() for bound in _bounds(name, site)):
+        return
     fn, mask = site["fn"], site.get("mask")
     is_masked = without_mask(fn) is not fn and isinstance(fn, MaskedDistribution)
     is_masked |= mask is False or (isinstance(mask, Tensor) and not bool(mask.all()))

@@ -177,6 +177,21 @@ def test_refused_models(model, message):
         Target(model, sample_discrete=True)
 
 
+def test_finitely_many_values_need_no_density():
+    """The values of a masked site are equally probable, and their posterior is proper."""
+
+    def model():
+        with poutine.mask(mask=torch.tensor([True, False])), pyro.plate("sites", 2):
+            k = pyro.sample("k", dist.Categorical(torch.tensor([0.7, 0.2, 0.1])))
+        pyro.sample("x", dist.Normal(k * 1.0, 1.0).to_event(1), obs=torch.ones(2))
+
+    target = Target(model, sample_discrete=True)
+    rows = torch.tensor([[0.0, 0.0], [0.0, 2.0], [2.0, 1.0]])
+    wanted = dist.Normal(rows, 1.0).log_prob(torch.ones(())).sum(-1)
+    wanted += torch.tensor([0.7, 0.7, 0.1]).log()
+    torch.testing.assert_close(target.log_prob(rows), wanted.to(rows.dtype))
+
+
 def test_other_functions_refuse_them_still():
     with pytest.raises(ValueError, match="site 'n' is a discrete latent .*Cure"):
         find_modes(Target(thinning))
