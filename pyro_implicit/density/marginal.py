@@ -21,7 +21,7 @@ import numpy as np
 import pyro
 import torch
 from pyro import poutine
-from pyro.ops.packed import scale_and_mask
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee

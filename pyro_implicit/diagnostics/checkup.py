@@ -38,7 +38,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread
-from pyro_implicit.runtime.messages import refuse_nonpositive
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.progress import announce, watching
 
 __all__ = ["diagnose", "plan_effort"]
@@ -155,8 +155,9 @@ def diagnose(
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
     :raises TypeError: for another order of arguments, or missing ones.
-    :raises ValueError: for too few draws, a ``max_seconds`` that is not positive, bad ``modes``, a
-        guide that lacks a latent of the model, or a subsampled plate.
+    :raises ValueError: for too few draws, a ``max_seconds`` or ``chunk_size`` that is not positive,
+        bad ``modes``, a guide that lacks a latent of the model, a subsampled plate, and ``loss`` or
+        ``quantities`` for a model whose discrete latents are sampled.
 
     **References:**
 
@@ -169,6 +170,8 @@ def diagnose(
     """
     refuse_swapped("diagnose", model, guide)
     refuse_nonpositive(max_seconds=max_seconds)
+    refuse_counts(chunk_size=chunk_size)
+    refuse_counts(0, num_transitions=num_transitions)
     guide = posterior_of("diagnose", guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(guide, Refined):
@@ -191,6 +194,12 @@ def diagnose(
     sampler = Sampler(target, guide)
     if target.sampled:
         check_sites(sampler)
+        for name, value in (("loss", loss), ("quantities", quantities)):
+            if value is not None:
+                raise ValueError(
+                    f"diagnose cannot use {name}= for a model whose discrete latents are sampled "
+                    f"('{target.sampled[0]}'): these checks need gradients. Cure: leave it out"
+                )
         return examine_mixed(sampler, num_samples or EFFORT.num_samples, policy or VERDICT)
     warn_of_lost_gradients(target)
     check_modes(modes, dim)

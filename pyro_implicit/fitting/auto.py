@@ -33,7 +33,7 @@ from pyro_implicit.fitting.arguments import (
     warn_of_stored_values,
 )
 from pyro_implicit.fitting.candidates import mean_field_guide
-from pyro_implicit.fitting.checkpoint import own_file, same_start
+from pyro_implicit.fitting.checkpoint import loss_settings, own_file, same_start
 from pyro_implicit.fitting.discrete_fit import fit_discrete
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.marginal_fit import fit_marginal
@@ -67,6 +67,7 @@ from pyro_implicit.runtime.messages import (
     first_line,
     refuse_counts,
     refuse_nonpositive,
+    refuse_unknown,
     warn_user,
 )
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -243,6 +244,7 @@ def fit(
     refuse_length(num_steps, epochs, batches)
     refuse_counts(checkpoint_every=checkpoint_every)
     refuse_nonpositive(max_seconds=max_seconds)
+    refuse_unknown("refine", refine, "auto", True, False)
     if amortize is not None:
         refuse_amortizing(guide, refine)
     is_network = isinstance(model, NetworkModel) and guide == "auto"
@@ -263,6 +265,11 @@ def fit(
             "lr": lr,
             "num_particles": num_particles,
             "seed": seed,
+            "loss": loss_settings(loss),
+            "amortize": amortize if amortize is None or isinstance(amortize, str) else [*amortize],
+            "refine": refine,
+            "teach": teach,
+            "policy": repr(policy),
         }
         same_start(own_file(folder, "start"), settings)
     limit = TimeLimit(max_seconds)

@@ -649,7 +649,10 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
             )
             is_settled = found.policy.correction.confirms(weights, found.correction)
             is_last = is_settled or guide is not found.guide
-            guide = None if is_last else matched_guide(guide, found.target, rest, weights)
+            correction = found.policy.correction
+            guide = (
+                None if is_last else matched_guide(guide, found.target, rest, weights, correction)
+            )
         index = weights.resample(num_draws)
         known: dict[str, Any] = {"settled": is_settled, "modes_weighed": True}
         if not is_settled:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pyro_implicit.runtime.global_state import random_streams, restore_random_st
 __all__ = [
     "load_checkpoint",
     "loss_of_processes",
+    "loss_settings",
     "own_file",
     "same_start",
     "save_checkpoint",
@@ -27,6 +29,9 @@ __all__ = [
 
 
 START, TRAINING = "the start of a fit", "a training"
+
+#: Characters of the longest setting that a message shows.
+LONGEST = 100
 
 
 def same_start(path: Path, settings: dict[str, Any]) -> None:
@@ -39,12 +44,39 @@ def same_start(path: Path, settings: dict[str, Any]) -> None:
         write_file(path, {"settings": settings, "random": random_streams()}, START)
         return
     content = read_file(path, "cpu", START, classes=())
-    if content["settings"] != settings:
+    old = content["settings"]
+    other = [name for name in settings if settings[name] != old.get(name)]
+    if other:
+        there, here = (", ".join(_shown(k, one.get(k)) for k in other) for one in (old, settings))
         raise ValueError(
-            f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this run "
-            f"has {settings}. Cure: another folder, or the same settings"
+            f"the checkpoint in {path.parent} is of a run with {there}, but this run has {here}. "
+            "Cure: another folder, or the same settings"
         )
     restore_random_streams(content["random"])
+
+
+def _shown(name: str, setting: Any) -> str:
+    text = f"{name}={setting!r}"
+    return text if len(text) <= LONGEST else f"another {name}"
+
+
+def loss_settings(loss: Trace_ELBO | None) -> dict[str, Any] | None:
+    """Return the class of an ELBO and the options of its constructor that are plain values.
+
+    **Example:**
+
+    >>> from pyro.infer import Trace_ELBO
+    >>> loss_settings(Trace_ELBO(num_particles=3))["num_particles"]
+    3
+    """
+    if loss is None:
+        return None
+    kinds = type(loss).__mro__
+    options = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    options -= {"max_plate_nesting"}  # the first step sets it
+    values = {name: getattr(loss, name) for name in sorted(options) if hasattr(loss, name)}
+    plain = {k: v for k, v in values.items() if isinstance(v, str | bool | int | float | None)}
+    return {"class": kinds[0].__name__, **plain}
 
 
 def save_checkpoint(

@@ -164,8 +164,10 @@ class Fit(Printed):
         :param corrected: whether to resample four draws of a guide with an exact density to one, by
             Pareto-smoothed importance weights; by default if ``correction`` is set.
         :returns: by site, ``(num_samples, *site_shape)``.
-        :raises ValueError: for ``corrected=True`` and a guide without an exact density.
+        :raises ValueError: for no draws, and for ``corrected=True`` and a guide without an exact
+            density.
         """
+        refuse_counts(num_samples=num_samples)
         if corrected is None:
             corrected = self.correction is not None
         if corrected:

@@ -187,6 +187,7 @@ class Stages:
             name=name,
             max_seconds=self.limit.left(time_share),
             is_enough=is_enough,
+            max_nonfinite=self.policy.training.max_nonfinite,
             model_kwargs=self.kwargs,
             **self.options,
         )

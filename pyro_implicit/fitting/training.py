@@ -94,6 +94,7 @@ def train(
     max_seconds: float = math.inf,
     compile: CompileMode = "auto",
     is_enough: Callable[[], bool] | None = None,
+    max_nonfinite: int = DEFAULT.training.max_nonfinite,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[float]:
@@ -136,13 +137,14 @@ def train(
         :class:`~pyro_implicit.infer.ImplicitELBO`.
     :param is_enough: is called after 20, 40, 80, ... steps (``Schedule.first_look``); the training
         ends if it returns True.
+    :param max_nonfinite: steps in a row without a finite loss that end the training.
     :param model_kwargs: keyword arguments of model and guide that have the name of an argument
         here.
     :returns: the loss of each step.
     :raises ValueError: for a ``max_seconds`` that is not positive, if neither model nor guide has a
         parameter, and for a minibatch with an
         observation that is NaN.
-    :raises RuntimeError: if 50 steps in a row, or all, have no finite loss.
+    :raises RuntimeError: if ``max_nonfinite`` steps in a row, or all, have no finite loss.
     :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
     refuse_nonpositive(max_seconds=max_seconds)
@@ -210,7 +212,7 @@ def train(
                         state.finished = is_enough()
                         if not state.finished:  # the training is that without a look
                             restore_random_streams(streams)
-                    _check_finite(state.losses, state.finished)
+                    _check_finite(state.losses, state.finished, max_nonfinite)
                     if held_out is not None:
                         period = held_out.interval
                         if period is None:
@@ -277,8 +279,7 @@ def _refuse_missing_data(
     refuse_missing_data(trace, f" in {batches.where}")
 
 
-def _check_finite(losses: list[float], finished: bool) -> None:
-    most = DEFAULT.training.max_nonfinite
+def _check_finite(losses: list[float], finished: bool, most: int) -> None:
     number = min(most, len(losses))
     if (finished or number == most) and all(math.isnan(loss) for loss in losses[-number:]):
         raise RuntimeError(

@@ -303,7 +303,9 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
         :param make: makes the network, the first time.
         :param like: a tensor of its dtype and on its device.
         """
-        key = name.replace(".", "-")  # names of modules have no dots
+        # Names of modules have no dots, and differ from the attributes of ModuleDict.
+        key = name.replace("-", "-h").replace(".", "-d")
+        key += "-" if hasattr(nn.ModuleDict(), key) else ""
         if key not in self.networks:
             self.networks[key] = make().to(dtype=like.dtype, device=like.device)
         network = self.networks[key]

@@ -28,7 +28,7 @@ from pyro_implicit.ops import (
     smallest_singular_log_det,
     stochastic_log_det,
 )
-from pyro_implicit.runtime.messages import refuse_unknown, warn_user
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown, warn_user
 
 __all__ = ["LIVI_ELBO"]
 
@@ -98,6 +98,7 @@ class LIVI_ELBO(ImplicitELBO):
         refuse_unknown("entropy", entropy, "limit", "quadratic")
         if entropy == "quadratic" and log_det not in ("auto", "exact"):
             raise ValueError(f'entropy="quadratic" needs log_det="exact", but got {log_det!r}')
+        refuse_counts(num_probes=num_probes, max_iterations=max_iterations)
         super().__init__(num_particles, **kwargs)
         self.log_det = log_det
         self.entropy = entropy

@@ -123,10 +123,12 @@ class UIVI_ELBO(ImplicitELBO):
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return the value of the mixture with the gradient of the path."""
-        flat = flatten_site(site, self.num_particles)
+        flat, is_trained = flatten_site(site, self.num_particles), torch.is_grad_enabled()
         with torch.no_grad():
-            score = self._score(site.name, flat)
             log_q = mixture_log_q(site, flat, self.num_mixing)
+            if not is_trained:  # an evaluation needs no path, and the chains adapt their step size
+                return ScoreParts(log_q, 0, log_q)
+            score = self._score(site.name, flat)
         path = (score * (flat.value - flat.value.detach())).sum(-1)
         return ScoreParts(log_q + path, 0, log_q + path)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import operator
 import os
 import random
 import re
@@ -59,10 +60,14 @@ def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[Non
 
     :param seed: of all streams; with ``None`` the caller's streams are used, and advance.
     :param device: the only device that is drawn on besides the CPU; ``None`` if unknown.
+    :raises ValueError: for a negative seed, and from 2**32 on.
     """
     if seed is None:
         yield
         return
+    seed = operator.index(seed)  # an integer of numpy, too
+    if not 0 <= seed < 2**32:  # numpy's limits
+        raise ValueError(f"seed must be at least 0 and less than 2**32, but got {seed}")
     with same_streams(device):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would wake every GPU
         random.seed(seed)

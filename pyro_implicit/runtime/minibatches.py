@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ class BatchStream:
 
     def _count(self) -> int:
         if isinstance(self.batches, Sized):
-            return len(self.batches)
+            with suppress(TypeError):  # a DataLoader of an IterableDataset
+                return len(self.batches)
         with self._inside():
             count = sum(1 for _ in self.batches)
         self._streams = self._epoch_start

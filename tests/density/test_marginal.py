@@ -204,6 +204,29 @@ def groups(x: Tensor, group: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mean, 0.7), obs=y)
 
 
+@pytest.mark.parametrize(
+    ("handler", "share"),
+    [(poutine.scale(scale=0.5), 0.5), (poutine.mask(mask=torch.tensor(True)), 1.0)],
+)
+def test_remaining_sites_may_be_scaled_or_masked(handler: Any, share: float) -> None:
+    def model() -> None:
+        with handler:
+            noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", SIZE):
+            x = pyro.sample("x", dist.Normal(0.0, noise))
+            pyro.sample("y", dist.Normal(x, 0.5), obs=Y)
+
+    marginal = find_marginal(Target(model))
+    assert marginal is not None and list(marginal.shapes) == ["noise"]
+    points = torch.tensor([[-0.4], [0.3]])
+    wanted = dist.Normal(0.0, 1.0).log_prob(points[:, 0]) * share
+    wanted += points[:, 0] * (1 - share)  # the Jacobian is not scaled
+    wide = (points.exp().square() + 0.25).sqrt()
+    wanted += dist.Normal(0.0, wide).log_prob(Y).sum(-1)
+    found = Target(MarginalModel(marginal)).log_prob(points)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_correlated_groups_and_a_scaled_likelihood() -> None:
     x, noise = torch.randn(2, 200)
     group = torch.arange(200) % 25

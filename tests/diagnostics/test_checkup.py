@@ -653,6 +653,13 @@ def test_one_target_for_each_call(monkeypatch):
         diagnose(target, guide, 1, x=2)
 
 
+@pytest.mark.parametrize("options", [{"chunk_size": 0}, {"num_transitions": -1}])
+def test_bad_counts(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        diagnose(lambda: None, {}, **options)
+
+
 def test_too_few_draws():
     with pytest.raises(ValueError, match="max_seconds must be positive, but got 0"):
         diagnose(gaussian, exact_guide(), max_seconds=0)

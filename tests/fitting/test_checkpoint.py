@@ -12,6 +12,8 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
+from pyro_implicit import fit
+from pyro_implicit.fitting import FitPolicy
 from pyro_implicit.fitting import checkpoint as checkpoint_module
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators import GatedMLP, ResidualGenerator
@@ -298,8 +300,28 @@ def test_the_same_start(tmp_path):
 
 def test_the_start_of_other_settings_is_refused(tmp_path):
     checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
-    with pytest.raises(ValueError, match=r"a run with {'seed': 1}, but this .*another folder"):
+    with pytest.raises(ValueError, match=r"run with seed=1, but this run has seed=2.*another fold"):
         checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 2})
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({"loss": ImplicitELBO(4)}, {}, "another loss, but this run has another loss"),
+        ({}, {"policy": FitPolicy(schedule=Schedule(clip_norm=1e-6))}, "another policy.*another"),
+        ({"refine": False}, {"refine": True}, "refine=False, but this run has refine=True"),
+    ],
+)
+def test_another_objective_or_policy_is_refused(first, then, message, tmp_path):
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    options = {"num_steps": 3, "seed": 0, "checkpoint": tmp_path, "progress": False}
+    options |= {"loss": ImplicitELBO(4, inverse_temperature=0.5), "refine": False}
+    fit(model, AutoNormal(model), **(options | first))
+    pyro.clear_param_store()
+    with pytest.raises(ValueError, match=message):
+        fit(model, AutoNormal(model), **(options | then))
 
 
 def test_a_frame_of_another_process_is_put_back(tmp_path):

@@ -138,11 +138,17 @@ def test_resumed_it_is_the_same(tmp_path):
     assert run(tmp_path).losses == expected.losses and len(expected.losses) == 16
 
 
-@pytest.mark.parametrize("other", [{"epochs": 2}, {"validation": [rows(10)]}])
-def test_a_checkpoint_of_other_epochs(tmp_path, other):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"epochs": 2}, "epochs=1, but this run has epochs=2"),
+        ({"validation": [rows(10)]}, "validation=False, but this run has validation=True"),
+    ],
+)
+def test_a_checkpoint_of_other_epochs(tmp_path, other, message):
     options = {"batches": loader(*rows()), "checkpoint": tmp_path, **QUIET}
     fit(line, AutoNormal(line), epochs=1, **options)
-    with pytest.raises(ValueError, match="is of a run with .*'epochs': 1.*Cure: another folder"):
+    with pytest.raises(ValueError, match=f"is of a run with {message}.*Cure: another folder"):
         fit(line, AutoNormal(line), **{"epochs": 1, **options, **other})
 
 

@@ -14,6 +14,7 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoIAFNormal, AutoNormal
 
 from pyro_implicit import fit
+from pyro_implicit.fitting import FitPolicy, TrainingPolicy
 from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.fitting.parameters import trained_parameters
 from pyro_implicit.fitting.training import Schedule, train
@@ -234,6 +235,12 @@ def test_fifty_bad_steps_in_a_row_are_too_many():
     model = Flaky(lambda run: run > 4)
     with pytest.raises(RuntimeError, match="not finite for 8 steps in a row, up to st"):
         train(model, AutoNormal(model), loss, schedule=Schedule(8), compile=False)
+    policy = FitPolicy(training=TrainingPolicy(max_nonfinite=3))
+    model = Flaky(lambda run: run > 4)
+    pyro.clear_param_store()
+    many = pytest.raises(RuntimeError, match="not finite for 3 steps in a row")
+    with many, pyro.validation_enabled(False):
+        fit(model, AutoNormal(model), loss=loss, policy=policy, compile=False, progress=False)
     # 49 are not
     model = Flaky(lambda run: run > 15 and (run - 15) % 50)
     train(model, AutoNormal(model), loss, schedule=Schedule(120), compile=False)

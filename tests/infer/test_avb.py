@@ -160,6 +160,24 @@ def conjugate():
     pyro.sample("y", dist.Normal(w.sum(-1), 0.5), obs=torch.tensor(1.0))
 
 
+def test_any_names_of_sites():
+    """Each site has its own network, even if a module cannot have its name."""
+    names = ("values", "a.b", "a-b", "training")
+
+    def model():
+        for name in names:
+            pyro.sample(name, dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    def guide():
+        for i, name in enumerate(names):
+            net = pyro.module(f"net{i}", nn.Linear(2, 2))
+            pyro.sample(name, Implicit(net, 2))
+
+    elbo = AVB_ELBO(4)
+    SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo).step()
+    assert len(elbo.networks) == 4
+
+
 def test_discriminators_are_seen_saved_and_loaded():
     guide, elbo = AutoImplicit(conjugate, frame=None), AVB_ELBO(4)
     svi = SVI(conjugate, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)

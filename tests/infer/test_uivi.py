@@ -138,6 +138,16 @@ def test_works_without_gradients_and_makes_none():
     assert site.distribution.generator.weight.grad is None
 
 
+def test_an_evaluation_moves_no_chain():
+    elbo, site = UIVI_ELBO(6), draw(linear((6,)))
+    elbo.score_parts(site, None)
+    before = elbo.step_sizes
+    with torch.no_grad():
+        for _ in range(3):
+            elbo.score_parts(site, None)
+    assert elbo.step_sizes == before
+
+
 @pytest.mark.parametrize(
     "noise",
     [dist.Normal(torch.ones(2, dtype=DOUBLE), 1.0), dist.Laplace(torch.zeros(2, dtype=DOUBLE), 1)],

@@ -36,6 +36,19 @@ def drawn(gpus):
     return torch.stack([torch.rand(()), *(torch.rand((), generator=gpu) for gpu in gpus)])
 
 
+def test_seeds_are_integers_of_numpy_too():
+    with seeded(np.int64(3)):
+        found = torch.randn(3)
+    with seeded(3):
+        assert torch.equal(torch.randn(3), found)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_that_numpy_refuses(seed):
+    with pytest.raises(ValueError, match="at least 0 and less than"), seeded(seed):
+        pass
+
+
 def test_all_of_them_have_a_stream_of_their_own(gpus):
     torch.manual_seed(4)
     states = [torch.get_rng_state(), *(gpu.get_state() for gpu in gpus)]

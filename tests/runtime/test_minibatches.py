@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pyro_implicit.runtime.minibatches import BatchStream
 
@@ -77,6 +77,15 @@ def test_kinds_of_minibatches():
     assert stream.epoch_length == 3
     assert [len(stream.next()) for _ in range(4)] == [1, 2, 1, 1]
     assert BatchStream([()] * 5).next() == ()
+
+
+def test_a_loader_without_a_length_is_counted():
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(10.0))
+
+    stream = BatchStream(DataLoader(Rows(), batch_size=4))
+    assert stream.epoch_length == 3 and [len(stream.next()[0]) for _ in range(4)] == [4, 4, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -198,17 +198,20 @@ class StepELBO(Trace_ELBO):
         return {site: kept for (kind, site), kept in memory.items() if kind == purpose}
 
     def get_state(self) -> dict[str, Any]:
-        """Return all that the next step depends on, without parameters and random streams."""
+        """Return all that the next step depends on, without parameters, their optimisers and
+        random streams."""
         return {
             "memory": copy.deepcopy(self.state.memory),
             "num_steps": self.num_steps_taken,
             "num_skipped": self.num_skipped,
+            "num_left_out": self.num_left_out,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Set what :meth:`get_state` returned; the next step goes on from there."""
         self.state.memory.update(copy.deepcopy(state["memory"]))
         self.num_steps_taken, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self.num_left_out = state["num_left_out"]
 
     def _new_state(self) -> ElboState:
         mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
