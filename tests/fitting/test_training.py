@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoIAFNormal, AutoNormal
 
 from pyro_implicit import fit
 from pyro_implicit.fitting import FitPolicy, TrainingPolicy
+from pyro_implicit.fitting import stages as stages_module
 from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.fitting.parameters import trained_parameters
 from pyro_implicit.fitting.training import Schedule, train
@@ -222,6 +223,20 @@ def test_steps_without_a_finite_loss_leave_the_guide_alone(bad):
         assert all(same) if skip else not any(same)
 
 
+def test_fit_passes_the_limit_of_its_policy(monkeypatch):
+    seen = []
+
+    def spy(*args, max_nonfinite, **kwargs):
+        seen.append(max_nonfinite)
+        return [0.0]
+
+    monkeypatch.setattr(stages_module, "train", spy)
+    policy = FitPolicy(training=TrainingPolicy(max_nonfinite=3))
+    model = Flaky(lambda run: False)
+    fit(model, AutoNormal(model), policy=policy, refine=False, progress=False)
+    assert seen == [3]
+
+
 def test_fifty_bad_steps_in_a_row_are_too_many():
     model = Flaky(lambda run: run > 15)
     guide = AutoNormal(model)
@@ -235,12 +250,9 @@ def test_fifty_bad_steps_in_a_row_are_too_many():
     model = Flaky(lambda run: run > 4)
     with pytest.raises(RuntimeError, match="not finite for 8 steps in a row, up to st"):
         train(model, AutoNormal(model), loss, schedule=Schedule(8), compile=False)
-    policy = FitPolicy(training=TrainingPolicy(max_nonfinite=3))
     model = Flaky(lambda run: run > 4)
-    pyro.clear_param_store()
-    many = pytest.raises(RuntimeError, match="not finite for 3 steps in a row")
-    with many, pyro.validation_enabled(False):
-        fit(model, AutoNormal(model), loss=loss, policy=policy, compile=False, progress=False)
+    with pytest.raises(RuntimeError, match="not finite for 3 steps in a row"):
+        train(model, AutoNormal(model), loss, schedule=Schedule(9), compile=False, max_nonfinite=3)
     # 49 are not
     model = Flaky(lambda run: run > 15 and (run - 15) % 50)
     train(model, AutoNormal(model), loss, schedule=Schedule(120), compile=False)
