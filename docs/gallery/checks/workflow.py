@@ -3,10 +3,8 @@
 From a prior to a decision: model comparison, predictive checks, sensitivity
 =============================================================================
 
-This page shows the whole workflow on a real data set, the diabetes study that comes with
-scikit-learn: 442 patients, and the progression of their disease within a year. The steps are prior
-predictive check, fit, verdict, posterior predictive check, comparison of three models, sensitivity
-to the prior and decision.
+This page goes through the whole workflow on a real data set, the diabetes study that comes with
+scikit-learn: 442 patients, and the progression of their disease within a year.
 """
 
 import matplotlib.pyplot as plt
