@@ -4,8 +4,8 @@ NUTS in the noise of a guide
 ============================
 
 Neal's funnel: one latent variable is the log-scale of four others. NUTS diverges in the neck, and
-its draws do not show it. A guide that has learnt the funnel maps Gaussian noise to it. In this
-noise NUTS meets no funnel, and it corrects the errors of the guide.
+its draws do not show it. A guide that has learnt the funnel maps Gaussian noise to it. In the space
+of this noise NUTS sees no funnel, and it corrects the errors of the guide.
 """
 
 import matplotlib.pyplot as plt

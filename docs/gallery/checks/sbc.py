@@ -3,10 +3,10 @@
 Simulation-based calibration
 ============================
 
-Is a fitting procedure correct on average over all data that the model can generate? Draw latent
-variables from the prior and data from the model, fit, and rank the true values among the draws;
-repeat. If everything is correct, the ranks are uniform. This detects errors in model, data and fit
-that no check of a single posterior detects.
+Is a fitting procedure correct on average over all data that the model can generate? To test this,
+draw latent variables from the prior and data from the model, fit, rank the true values among the
+draws, and repeat. If everything is correct, the ranks are uniform. This detects errors in model,
+data and fit that no check of a single posterior detects.
 """
 
 import matplotlib.pyplot as plt

@@ -3,9 +3,8 @@
 From a prior to a decision: model comparison, predictive checks, sensitivity
 =============================================================================
 
-The whole workflow on one real data set, the diabetes study that comes with scikit-learn: 442
-patients, and the progression of their disease within a year. Prior predictive check, fit, verdict,
-posterior predictive check, comparison of three models, sensitivity to the prior, decision.
+This page goes through the whole workflow on a real data set, the diabetes study that comes with
+scikit-learn: 442 patients, and the progression of their disease within a year.
 """
 
 import matplotlib.pyplot as plt
@@ -26,8 +25,9 @@ y = torch.as_tensor(data.target[::3], dtype=torch.float32) / 100
 # Three models
 # ------------
 #
-# Body mass, blood pressure and a blood value predict the progression. The models differ in its
-# distribution. That of the gamma distribution is positive, and its spread grows with the mean.
+# Body mass, blood pressure and a blood value predict the progression. The models differ in the
+# distribution of the progression. With a gamma distribution, it is positive, and its spread grows
+# with the mean.
 
 
 def model(x, y, family):
@@ -62,7 +62,7 @@ print(results["gamma"].summary())
 # Prior predictive check
 # ----------------------
 #
-# Data of the prior should cover the observed data without being absurd.
+# Data drawn from the prior should cover the observed data without being absurd.
 
 print(results["gamma"].check_prior_predictive(seed=0))
 
@@ -70,7 +70,7 @@ print(results["gamma"].check_prior_predictive(seed=0))
 # Posterior predictive check
 # --------------------------
 #
-# The normal model has negative progressions, which do not exist: see its minimum.
+# The normal model predicts negative progressions, which do not exist: see its minimum.
 
 checks = {name: result.check_posterior_predictive(seed=0) for name, result in results.items()}
 for name, check in checks.items():
@@ -95,9 +95,9 @@ print(results["gamma"].sensitivity(seed=0))
 # Decision
 # --------
 #
-# A treatment costs 1, and a strong progression (above 2.5) without treatment costs 4. The expected
-# loss is smallest if those patients are treated whose probability of it exceeds 1 / 4. Predictions
-# of the three models are mixed by their stacking weights.
+# A treatment costs 1, and a strong progression (above 2.5) without treatment costs 4. To minimise
+# the expected loss, treat the patients whose probability of a strong progression exceeds 1 / 4. The
+# stacking weights mix the predictions of the three models.
 
 weights = comparison.table["stacking"]
 risk = sum(

@@ -3,9 +3,9 @@
 Unseen animals: counts as latent variables
 ==========================================
 
-Each of 30 ponds is visited three times, and each visit sees some of its frogs. Their numbers are
-latent counts that Pyro cannot enumerate; ``fit`` samples them together with the mean number and the
-probability of detection (Royle's N-mixture model).
+Each of 30 ponds is visited three times, and each visit counts some of its frogs. The true numbers
+are latent counts that Pyro cannot enumerate; ``fit`` samples them together with the mean number and
+the probability of detection (Royle's N-mixture model).
 """
 
 import matplotlib.pyplot as plt
@@ -34,9 +34,9 @@ def model(seen):
 # The fit
 # -------
 #
-# All 30 counts share no term of the log-density, so they move at once. More frogs with a lower
-# probability of detection explain the same counts: along this ridge, all counts move together with
-# both parameters.
+# The 30 latent counts share no term of the log-density, so they move at once. More frogs with a
+# lower probability of detection explain the data equally well: along this ridge, all counts move
+# together with both parameters.
 
 result = fit(model, "auto", seen, seed=0)
 print(result)

@@ -44,8 +44,8 @@ gaussian = fit(model, AutoMultivariateNormal(model), error, effect, **options)
 # The exact posterior
 # -------------------
 #
-# Given ``mu`` and ``tau`` the effects are normal, so they integrate out. The two others are drawn
-# on a grid, and the effect of the first school given these.
+# Given ``mu`` and ``tau`` the effects are normal, so they can be integrated out. ``mu`` and ``tau``
+# are drawn on a grid, and then the effect of the first school given both.
 
 mu, log_tau = (torch.linspace(*ends, 400, dtype=torch.float64) for ends in ((-25, 30), (-9, 6)))
 grid = {"mu": mu[:, None], "tau": log_tau.exp()}
@@ -68,7 +68,7 @@ exact = {"tau": tau, "theta": (mean + torch.randn(1000) / precision.sqrt()).unsq
 # ------
 #
 # The effect of the first school against the logarithm of the spread. The Gaussian is an ellipse
-# without a neck, so it excludes that all schools have nearly the same effect.
+# without a neck, so it rules out that all schools have nearly the same effect.
 
 panels = {
     "exact": exact,
@@ -89,8 +89,8 @@ plt.show()
 # Stages and verdicts
 # -------------------
 #
-# The stages of ``fit``, and what ``diagnose`` says of both results from the model alone, without
-# the exact posterior:
+# The stages of ``fit``, and the verdicts of ``diagnose`` on both results, which need only the model
+# and not the exact posterior:
 
 print(result)
 

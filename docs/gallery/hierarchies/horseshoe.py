@@ -5,8 +5,8 @@ Horseshoe
 
 Sparse regression with fifteen covariates, of which five matter. The horseshoe prior gives each
 coefficient its own scale with a heavy tail: it shrinks small coefficients to zero and leaves large
-ones unchanged. The posterior has many funnels, and for a small coefficient the data do not
-determine scale and sign.
+ones unchanged. The posterior has many funnels, and the data do not determine scale and sign of a
+small coefficient.
 """
 
 import matplotlib.pyplot as plt

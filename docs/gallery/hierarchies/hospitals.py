@@ -3,9 +3,9 @@
 Hierarchies: two hundred hospitals
 ==================================
 
-Numbers of deaths in 200 hospitals of very different sizes. The rate of a small hospital says little
-by itself, so the rates are drawn from a common distribution. The posterior has 202 latent
-variables.
+Numbers of deaths in 200 hospitals of very different sizes. The data of a small hospital alone say
+little about its rate, so the model draws the rates from a common distribution. The posterior has
+202 latent variables.
 """
 
 import matplotlib.pyplot as plt
@@ -30,9 +30,9 @@ def model(patients, deaths):
 
 
 # %%
-# ``fit`` trains a mean field and refines its draws by chains. Large hospitals determine their own
-# effects, small ones follow ``mu`` and ``tau``; the chains run on noise that is centred for the
-# former and non-centred for the latter.
+# ``fit`` trains a mean field and refines its draws with chains. The data determine the effects of
+# large hospitals, while those of small hospitals follow ``mu`` and ``tau``; the chains run on noise
+# that is centred for the former and non-centred for the latter.
 
 result = fit(model, "auto", patients, deaths, seed=0)
 print(result)

@@ -3,11 +3,10 @@
 Groups by minibatches
 =====================
 
-Each of 300 shops has one count of sales, and a rate of its own. Two global variables describe
-the rates. ``amortize="conditional"`` integrates the rates out by quadrature around their modes, so
-that minibatches of shops give the exact posterior of the global variables, also for a million
-shops (how: :doc:`/howto/large_hierarchies`). The page compares it with encoders,
-``amortize="auto"``.
+Each of 300 shops has its own rate and one count of sales. Two global variables describe the rates.
+``amortize="conditional"`` integrates the rates out by quadrature around their modes, so that
+minibatches of shops give the exact posterior of the global variables, even for a million shops
+(:doc:`/howto/large_hierarchies`). This page compares the result with encoders, ``amortize="auto"``.
 """
 
 import matplotlib.pyplot as plt
@@ -40,13 +39,13 @@ result = fit(model, batches=sales.split(150), amortize="conditional", seed=0)
 print(result)
 
 # %%
-# ``diagnose`` needs all shops at once, and judges all 302 latent variables. It never trusts a
-# guide without a density, but would name errors that it sees.
+# ``diagnose`` needs all shops at once, and judges all 302 latent variables. It never trusts a guide
+# without a density, but would name any errors.
 
 print(diagnose(model, result.guide, sales))
 
 # %%
-# The sales of a shop have a negative binomial distribution given the global variables, so that the
+# Given the global variables, the sales of a shop have a negative binomial distribution, so the
 # exact posterior can be computed on a grid.
 
 values, numbers = sales.double().unique(return_counts=True)
@@ -60,8 +59,8 @@ exact = ((rows * numbers).sum(-1) + prior).flatten().softmax(0).reshape(200, 200
 # Baseline
 # --------
 #
-# An encoder gives the rates independently of the global variables. These keep the precision that
-# they would have if all rates were known.
+# An encoder draws the rates independently of the global variables. The global variables then appear
+# as precise as if all rates were known.
 
 loader = DataLoader(sales, batch_size=100, shuffle=True)
 encoded = fit(model, batches=loader, epochs=40, amortize="auto", num_particles=8, seed=0)
@@ -70,8 +69,8 @@ encoded = fit(model, batches=loader, epochs=40, amortize="auto", num_particles=8
 # Rates of single shops
 # ---------------------
 #
-# A shop without data has the prior of the rates given the global variables; here the data of four
-# shops are 0, 3, 10 and 30.
+# Draws for four new shops, which sold 0, 3, 10 and 30. (A shop without data has the prior of the
+# rates given the global variables.)
 
 new = torch.tensor([0.0, 3.0, 10.0, 30.0])
 draws = result.sample(2000, new)

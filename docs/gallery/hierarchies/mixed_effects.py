@@ -3,9 +3,9 @@
 Mixed effects
 =============
 
-Reaction times of 12 people on eight days of sleep deprivation. Each person has a level and a slope
-from a common distribution with unknown sds. Priors that depend on other latent variables cause
-funnels. ``fit`` detects them and samples in a space without funnels.
+The data are reaction times of 12 people on eight days of sleep deprivation. Each person has a level
+and a slope from a common distribution with unknown sds. Priors that depend on other latent
+variables cause funnels. ``fit`` detects them and samples in a space without funnels.
 """
 
 import matplotlib.pyplot as plt
@@ -41,9 +41,9 @@ def model(person, day, reaction):
 # Automatic inference
 # -------------------
 #
-# The model has 29 latent variables and is centred. The report of the chains names the space in
-# which they ran, "conditional": the residual of each latent variable given its parents and its
-# data. No non-centred model has to be written.
+# The model has 29 latent variables and is centred. The report names the space in which the chains
+# ran, "conditional": the residual of each latent variable given its parents and its data. You need
+# not write a non-centred model.
 
 result = fit(model, "auto", person, day, reaction, seed=0)
 print(result)

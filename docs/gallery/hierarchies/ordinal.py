@@ -48,7 +48,7 @@ print(result.diagnose())
 # Baseline
 # --------
 #
-# A mean field has correct means, but it ignores the correlation of the cutpoints, and its standard
+# A mean field has correct means, but it ignores the correlation of the cutpoints, so its standard
 # deviations are wrong.
 
 normal = fit(model, AutoNormal(model), x, answer, num_steps=1000, lr=0.03, num_particles=8, seed=0)

@@ -3,10 +3,10 @@
 Mixture models and label switching
 ==================================
 
-Measurements of two groups with unknown group membership. The group of each row is a discrete latent
-variable, which Pyro's enumeration marginalises. The posterior has two modes that are mirror images,
-because the labels of the components can be swapped. Averages over both modes are meaningless; after
-sorting the components they are meaningful.
+The data are measurements of two groups with unknown group membership. The group of each row is a
+discrete latent variable, which Pyro's enumeration marginalises. The labels of the components can be
+swapped, so the posterior has two modes that are mirror images. Averages over both modes are
+meaningful only after sorting the components.
 """
 
 import matplotlib.pyplot as plt
@@ -39,7 +39,7 @@ def model(y):
 # Automatic inference: both modes
 # -------------------------------
 #
-# Neither the discrete site nor the two modes need a setting.
+# Neither the discrete site nor the two modes require a setting.
 
 result = fit(model, "auto", y, seed=0)
 print(result)
@@ -50,7 +50,7 @@ print(result.diagnose())
 # ------------------
 #
 # The Gaussian guide starts at a prior draw. From its default initial value, where both components
-# are equal, it had not reached a mode after 600 steps. One labelling is sufficient, so a guide of
+# are equal, it had not reached a mode after 600 steps. One labelling is sufficient, so a guide with
 # one mode is harmless in this case; ``diagnose`` cannot know this and rejects the guide.
 
 mean_field = AutoNormal(poutine.block(model, hide=["component"]), init_loc_fn=init_to_sample)

@@ -64,8 +64,8 @@ mcmc.run(distance)
 # Comparison with the exact posterior
 # -----------------------------------
 #
-# In two dimensions the posterior can be computed on a grid: the contours, and the mass above the
-# line.
+# In two dimensions the posterior can be computed on a grid, which gives the contours and the mass
+# above the line.
 
 x, y = torch.meshgrid(torch.linspace(-3, 3, 201), torch.linspace(-5, 5, 301), indexing="ij")
 grid = torch.stack([x, y], -1)

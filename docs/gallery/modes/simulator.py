@@ -46,6 +46,6 @@ fig.tight_layout()
 # %%
 # The verdict
 # -----------
-# New simulations: ranks of the true values, and a classifier that tells them from draws.
+# Checks on new simulations: ranks of the true values, and a classifier that tells them from draws.
 
 print(result.diagnose(seed=0))

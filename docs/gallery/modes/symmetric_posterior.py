@@ -3,9 +3,9 @@
 A symmetric, curved posterior
 =============================
 
-The data determine only the product of two factors. Both factors have the same sign, which is
-unknown, and if one is larger the other is smaller: the posterior consists of two crescents that are
-mirror images. A mixture of Gaussians cannot represent crescents.
+The data determine only the product of two factors. Both factors have the same unknown sign, and if
+one is larger, the other is smaller: the posterior consists of two crescents that are mirror images.
+A mixture of Gaussians cannot represent crescents.
 """
 
 import matplotlib.pyplot as plt

@@ -71,8 +71,8 @@ print(single_report)
 
 # %%
 # Ten point estimates are not the posterior of thousands of weights. ``diagnose`` would confirm
-# this, but slowly, because it needs the gradients of hundreds of draws on all images. The two
-# reports judge the predictions instead.
+# this, but slowly, because it needs gradients at hundreds of draws on all images. The two reports
+# judge the predictions instead.
 #
 # Figure
 # ------

@@ -3,9 +3,9 @@
 Local latent variables with minibatches
 =======================================
 
-A thousand rows of counts, each with its own rate. A guide with parameters for every row would have
-thousands of parameters and could not be applied to a new row. ``amortize="auto"`` trains an encoder
-instead, which maps a row to the posterior of its latent variable.
+The data are a thousand rows of counts, each with its own rate. A guide with parameters for every
+row would have thousands of parameters and could not be applied to a new row. ``amortize="auto"``
+trains an encoder instead, which maps a row to the posterior of its latent variable.
 """
 
 import matplotlib.pyplot as plt
@@ -45,8 +45,8 @@ new = torch.tensor([[0.0, 0.0, 0.0], [2.0, 3.0, 4.0], [20.0, 25.0, 21.0]])
 print(result.sample(1000, new)["log_rate"].mean(0))
 
 # %%
-# ``diagnose`` needs all rows at once. One encoder for all rows is not the posterior of each row;
-# the largest error is in the spread, which all rows share.
+# ``diagnose`` needs all rows at once. A single encoder does not give the exact posterior of each
+# row; the largest error is in the spread, which all rows share.
 
 print(diagnose(model, result.guide, counts))
 
@@ -65,7 +65,7 @@ print(normal.diagnose())
 # ------
 #
 # Left: the two latent variables that all rows share. Right: the rows. Given mean and spread, the
-# posterior of a row depends on its total only and can be computed on a grid.
+# posterior of a row depends only on its total and can be computed on a grid.
 
 amortised = {name: value.detach() for name, value in result.sample(1000, counts).items()}
 separate = {name: value.detach() for name, value in normal.sample(1000).items()}

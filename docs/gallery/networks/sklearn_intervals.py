@@ -3,10 +3,10 @@
 Prediction intervals with scikit-learn
 ======================================
 
-Three regressors with intervals on two data sets of scikit-learn: a Bayesian network, a Gaussian
-process, and gradient boosting of quantiles. The data sets are the progression of diabetes (442
-patients, ten measurements) and the colour of wines (178 wines, twelve measurements). A quarter of
-the rows is held out.
+This page compares three regressors with intervals on two data sets of scikit-learn: a Bayesian
+network, a Gaussian process, and gradient boosting of quantiles. The data sets are the progression
+of diabetes (442 patients, ten measurements) and the colour of wines (178 wines, twelve
+measurements). A quarter of the rows is held out.
 """
 
 import matplotlib.pyplot as plt

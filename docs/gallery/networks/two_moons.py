@@ -3,8 +3,8 @@
 Uncertainty of a network, compared with NUTS
 ============================================
 
-A small network separates two half moons. Near the data the class is certain, far from the data it
-is not. A mean field converges to a nearly straight boundary and is uncertain along it. After
+A small network separates two half moons. Near the data the class is certain, but far from the data
+it is not. A mean field converges to a nearly straight boundary and is uncertain along it. After
 refinement by short chains, its draws follow the data and are uncertain where NUTS is.
 """
 
@@ -57,7 +57,7 @@ print(normal.diagnose(num_transitions=5, modes=None))
 # ----------------
 #
 # Weights are not identified (any two hidden units may be swapped), so chains never agree on them.
-# ``quantities`` gives the functions on which the chains must agree: the probabilities at 25 points.
+# ``quantities`` gives the functions on which the chains must agree, the probabilities at 25 points.
 
 few = torch.cartesian_prod(torch.linspace(-3, 3, 5), torch.linspace(-3, 3, 5))
 refined = refine(

@@ -3,8 +3,8 @@
 Regression with a Bayesian network
 ==================================
 
-The progression of diabetes from ten measurements of 442 patients, of whom 44 are held out. A
-network with one hidden layer has a prior on each weight and on the precision of its noise. The
+A network predicts the progression of diabetes from ten measurements of 442 patients, of whom 44 are
+held out. It has one hidden layer, and priors on each weight and on the precision of its noise. The
 weights themselves are of no interest; errors, intervals and their coverage on held-out rows are.
 """
 
@@ -42,7 +42,7 @@ model = regressor(net, num_data=len(train), noise=dist.Gamma(1.0, 0.1))
 # Two baselines
 # -------------
 #
-# A single network (maximum a posteriori), and a mean field over all weights, both trained by
+# A single network (maximum a posteriori), and a mean field over all weights, both trained on
 # minibatches. With ``"auto"``, ``fit`` would train an ensemble of ten networks.
 
 loader = DataLoader(train, batch_size=100, shuffle=True)

@@ -75,8 +75,8 @@ print(fit(model, implicit_guide, batches=loader, loss=KIVI_ELBO(1, 20), epochs=6
 # -------------------
 #
 # With two latent variables it can be computed on a grid. The output is the share of each encoder's
-# draws in the region with 90 % of the exact mass of an image, averaged over images; the correct
-# share is 90 %.
+# draws in the region that contains 90 % of the exact mass, averaged over images; the correct share
+# is 90 %.
 
 side = torch.linspace(-4, 4, 101)
 grid = torch.cartesian_prod(side, side)
@@ -113,10 +113,10 @@ print(diagnose(model, implicit_guide, x[:5], num_images=5))
 # Figure
 # ------
 #
-# The four of the first 300 images with the worst Gaussian encoder. Contours are exact. Usually the
-# location is wrong, not the shape, for both encoders: one network has to serve all images (the
-# amortisation gap). If there are two modes, only the implicit encoder covers part of the second
-# one. With eight latent variables the gain is larger: see ``examples/vae.py``.
+# The four of the first 300 images on which the Gaussian encoder is worst. Contours are exact.
+# Usually both encoders have a wrong location rather than a wrong shape, because one network has to
+# serve all images (the amortisation gap). If there are two modes, only the implicit encoder covers
+# part of the second mode. With eight latent variables the gain is larger: see ``examples/vae.py``.
 
 worst = inside["Gaussian"].argsort()[:4]
 figure, axes = plt.subplots(3, 4, figsize=(9, 6.8), layout="constrained")

@@ -4,7 +4,7 @@ A posterior that is updated every day
 =====================================
 
 Each day a shop learns how many visitors of two versions of a page bought something. The posterior
-of one day is the prior of the next; data of earlier days are not needed again.
+of one day is the prior of the next, so the data of earlier days are not needed again.
 """
 
 import matplotlib.pyplot as plt
@@ -32,8 +32,8 @@ def model(sales):
 # One update per day
 # ------------------
 #
-# ``result.update`` takes the model with its own priors and the new data only. The first stage tells
-# how well the prior represents yesterday's posterior.
+# ``result.update`` takes the model with its own priors, and only the new data. The first stage
+# reports how well the prior represents yesterday's posterior.
 
 results = [fit(model, "auto", sales[:1], seed=0)]
 for day in range(1, NUM_DAYS):

@@ -3,9 +3,9 @@
 Time series: GARCH
 ==================
 
-Returns with autocorrelated variance: after a large return, large returns are likely. The variance
-of each day depends on that of the previous day, so the model needs a loop over days. The posterior
-has four latent variables, two of them bounded, and a curved ridge.
+In this model, returns have autocorrelated variance: after a large return, large returns are likely.
+The variance of each day depends on that of the previous day, so the model needs a loop over days.
+The posterior has four latent variables, two of them bounded, and a curved ridge.
 """
 
 import matplotlib.pyplot as plt

@@ -3,9 +3,9 @@
 Gaussian process with Poisson counts
 ====================================
 
-Counts in 20 bins, whose log-rate is a Gaussian process with unknown amplitude and length scale.
-With a Poisson likelihood the function cannot be marginalised analytically, so its values are latent
-variables, next to the two hyperparameters and a mean.
+The data are counts in 20 bins. Their log-rate is a Gaussian process with unknown amplitude and
+length scale. With a Poisson likelihood the function cannot be marginalised analytically, so its
+values are latent variables, next to the two hyperparameters and a mean.
 """
 
 import matplotlib.pyplot as plt
