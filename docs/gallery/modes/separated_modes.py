@@ -33,8 +33,8 @@ def model(distance):
 # Mode search and a mixture
 # -------------------------
 #
-# ``fit`` climbs from many prior draws. Each maximum becomes a component of an ``AutoMixture``, and
-# the evidence of each component determines its weight.
+# ``fit`` climbs from many prior draws. Each maximum becomes a component of an ``AutoMixture``, from
+# which annealed chains start; annealing determines the weights of the modes.
 
 result = fit(model, "auto", distance, seed=0)
 print(result)
