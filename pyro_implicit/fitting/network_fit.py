@@ -157,9 +157,9 @@ def _train_ensemble(
             guide = own_names(AutoEnsemble(model, members, init_to_shuffled(start_values(model))))
         loss = default_loss(guide, members)
         x, y = rows_of(model, stages.args, stages.kwargs)
-        batches, haste = None, 1.0
+        batches, lr_factor = None, 1.0
         if y is not None and len(x) > policy.most_rows:
-            batches, haste = _shuffled(x, y, policy.batch_rows), policy.haste
+            batches, lr_factor = _shuffled(x, y, policy.batch_rows), policy.minibatch_lr_factor
             stages.args, stages.kwargs = batches.probed[0], {}
         steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
         if batches is not None:
@@ -174,7 +174,7 @@ def _train_ensemble(
                 policy=HeldOutPolicy(patience, num_draws=members),
                 interval=policy.score_interval,
             )
-        stages.train_alone(name, guide, loss, time_share, num_steps=steps, haste=haste)
+        stages.train_alone(name, guide, loss, time_share, num_steps=steps, lr_factor=lr_factor)
     finally:
         stages.trained, stages.args, stages.kwargs = whole
         stages.held_out = stages.batches = None

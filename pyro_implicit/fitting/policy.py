@@ -207,7 +207,7 @@ class TrainingPolicy:
     mean_field_steps: int = 1000
 
     #: Factor on ``lr`` in that training: without a frame, latents move many units.
-    mean_field_haste: float = 5.0
+    mean_field_lr_factor: float = 5.0
 
     #: Share of the steps in which the learning rate falls while the model's parameters train: they
     #: may be far from their optimum, but the guide is near.
@@ -287,7 +287,7 @@ class NetworkPolicy:
 
     #: Factor on ``lr`` with minibatches. On split 1 of kin8nm the log-likelihood of ten members is
     #: 1.206 with 3 and 1.175 with 1.
-    haste: float = 3.0
+    minibatch_lr_factor: float = 3.0
 
     #: Steps of the ensemble's training between two scores of the held-out rows.
     score_interval: int = 50

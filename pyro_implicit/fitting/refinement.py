@@ -174,7 +174,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         loss,
         time_share=budget.training_share,
         num_steps=min(policy.mean_field_steps, steps),
-        haste=policy.mean_field_haste,
+        lr_factor=policy.mean_field_lr_factor,
     )
     if parameters:
         names = ", ".join(f"`{name}`" for name in parameters)

@@ -154,20 +154,20 @@ class Stages:
         num_steps: int | None = None,
         time_share: float | None = None,
         decay: float | None = None,
-        haste: float = 1.0,
+        lr_factor: float = 1.0,
         is_enough: Callable[[], bool] | None = None,
     ) -> list[float]:
         """Train one guide with the options of the call.
 
         :param time_share: the share of the remaining time that the training may take.
         :param decay: replaces that of the schedule.
-        :param haste: a factor on the learning rate.
+        :param lr_factor: a factor on the learning rate.
         :param is_enough: see :func:`~pyro_implicit.fitting.train`.
         """
         schedule = replace(
             self.policy.schedule,
             num_steps=num_steps or self.num_steps,
-            lr=haste * self.lr,
+            lr=lr_factor * self.lr,
             # The noise of minibatches hides slow progress, and the user sets the epochs.
             plateau=self.policy.schedule.plateau and self.batches is None,
         )

@@ -145,7 +145,7 @@ class Symmetrized(DrawSummaries, PyroModule):
     def _draws(self, number: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         with poutine.block():
             if not self._ndims:
-                self._meet(args, kwargs)
+                self._bind(args, kwargs)
             if hasattr(self.guide, "sample_posterior"):
                 draws = self.guide.sample_posterior(number, *args, **kwargs)
                 return {name: draws[name] for name in self._ndims}
@@ -155,7 +155,7 @@ class Symmetrized(DrawSummaries, PyroModule):
         sites = traced.trace.nodes
         return {name: _flat(sites[name]["value"], ndim) for name, ndim in self._ndims.items()}
 
-    def _meet(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> None:
         trace = trace_guide(self.guide, args, kwargs)
         sites = {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
         latents = {n: s["value"] for n, s in sites.items() if not s["infer"].get("is_auxiliary")}
@@ -177,7 +177,7 @@ class Symmetrized(DrawSummaries, PyroModule):
     def _transforms(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Transform]:
         if not self._ndims:
             with torch.no_grad(), poutine.block():
-                self._meet(args, kwargs)
+                self._bind(args, kwargs)
         return {name: biject_to(support) for name, support in self._supports.items()}
 
     @torch.no_grad()

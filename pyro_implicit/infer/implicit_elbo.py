@@ -188,7 +188,7 @@ class ImplicitELBO(StepELBO):
         # A GuideMessenger runs the model itself, so only Pyro's own loop can run it.
         is_messenger = isinstance(poutine.unwrap(guide), poutine.messenger.Messenger)
         if not is_messenger:
-            self._meet(model, guide, args, kwargs)
+            self._bind(model, guide, args, kwargs)
         state, weights = self.state, None
         for weight in (self.prior_weight, self.entropy_weight, self.inverse_temperature):
             if isinstance(weight, Tensor) or weight != 1.0:

@@ -113,7 +113,7 @@ class Chains:
         """Work done and work in all."""
         raise NotImplementedError
 
-    def hurry_up(self) -> None:
+    def stop_soon(self) -> None:
         """End as soon as there are enough draws for a result."""
         self.max_seconds = min(self.max_seconds or math.inf, self.seconds)
 
@@ -145,7 +145,7 @@ def run(chains: Chains, checkpoint: Checkpoint) -> None:
                 done, watched.total = chains.progress
                 watched.step(done, chains.values)
                 if watched.stopped:
-                    chains.hurry_up()
+                    chains.stop_soon()
         except KeyboardInterrupt:
             if not chains.has_draws:
                 raise
@@ -199,7 +199,7 @@ class WindowedChains(Chains):
     _failed: list[float] = field(default_factory=list)
     _left: int = 0
     _next_check: int = DEFAULT.stopping.first_check
-    _walked: Space | None = field(default=None, repr=False)
+    _space: Space | None = field(default=None, repr=False)
     _track: Tracks = field(default=_track_nothing, repr=False)
     _has_quantities: bool = False
     _spends_all: bool = False
@@ -219,10 +219,10 @@ class WindowedChains(Chains):
         :param track: maps latents and log-densities to the tracked quantities.
         :param has_quantities: whether the user named the tracked quantities.
         """
-        self._walked, self._track, self._has_quantities = space, track, has_quantities
+        self._space, self._track, self._has_quantities = space, track, has_quantities
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_walked": None, "_track": _track_nothing}
+        return vars(self) | {"_space": None, "_track": _track_nothing}
 
     @property
     def has_draws(self) -> bool:
@@ -235,7 +235,7 @@ class WindowedChains(Chains):
         total = int(self.max_gradients) if math.isfinite(self.max_gradients) else self.gradients
         return min(self.gradients, total), total
 
-    def hurry_up(self) -> None:
+    def stop_soon(self) -> None:
         """End as soon as there are enough draws for a result."""
         self.max_gradients, self.patience = min(self.max_gradients, self.gradients), 0.0
         self.adaptation = self._limited(1)
@@ -259,10 +259,10 @@ class WindowedChains(Chains):
         return self.frame.to_points(self.state.position)
 
     @property
-    def walked(self) -> Space:
+    def current_space(self) -> Space:
         """The space in which the chains walk."""
-        assert self._walked is not None
-        return self._walked
+        assert self._space is not None
+        return self._space
 
     def start(self) -> None:
         """Find the first step size."""
@@ -271,12 +271,14 @@ class WindowedChains(Chains):
 
     def advance(self) -> None:
         """Make one transition of all chains, and learn from it."""
-        hurry = self._hurries()
+        is_early = self._ends_early()
+        if is_early:
+            self._shorten_trajectories()
         info = self._move()
         self.gradients += info.num_gradients
         self.transitions += 1
-        hopeless = info.acceptance < self.policy.hmc.failed_acceptance
-        self.last_failed = failed = hopeless.double().mean().item()
+        rejected = info.acceptance < self.policy.hmc.failed_acceptance
+        self.last_failed = failed = rejected.double().mean().item()
         if self.phase == "sampling":
             count = self.history.seen
             self.acceptance += (info.acceptance.mean().item() - self.acceptance) / (count + 1)
@@ -292,11 +294,11 @@ class WindowedChains(Chains):
             self._log_densities.append(self.state.log_density)
             self._failed.append(failed)
             is_full = len(self._positions) >= self.policy.warmup.first_window << self._window
-            if (hurry or is_full) and self._affordable() > self.policy.warmup.least_gradients:
-                self._end_window(hurry)
+            if (is_early or is_full) and self._affordable() > self.policy.warmup.least_gradients:
+                self._end_window(is_early)
 
     def _store(self) -> None:
-        latent = self.walked.to_latent(self.points)
+        latent = self.current_space.to_latent(self.points)
         ranges = math.inf if self._has_quantities else self.policy.frame.outlier_ranges
         self.history.append(latent, self._track(latent, self.state.log_density), ranges)
 
@@ -323,12 +325,14 @@ class WindowedChains(Chains):
         limits, number = self.policy.frame, len(self.state.position)
         if kind == "low-rank":
             self.gradients += max(1, min(len(draws), limits.max_scored) // number)
-        return frame_at(draws, kind, self.walked.score, number, limits)
+        return frame_at(draws, kind, self.current_space.score, number, limits)
 
     def check(self) -> str | None:
-        """Return the reason why the chains stop now, or None.
+        """Return the reason why the chains stop now; or None, if need be after a change.
 
-        The drift is computed ever more rarely.
+        Chains that would end too soon go on as fewer, longer ones (``_adapt_number``), and those
+        that have spent their budget get more of it (``_goes_on``). Both may start another warm-up
+        in a space that is made from the draws. The drift is computed ever more rarely.
 
         Where trajectories fail, there are places that the chains seldom enter, and rare events
         hardly show as drift. The chains must then be much longer than their memory.
@@ -410,7 +414,7 @@ class WindowedChains(Chains):
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         self._is_extended = True
         latents = self._thinned(self.history.draws().flatten(0, 1))
-        if (again := self.walked.recentred(latents)) is not None:
+        if (again := self.current_space.refitted(latents)) is not None:
             self._warm_up_again(self.points, latents, again)
         return True
 
@@ -435,12 +439,12 @@ class WindowedChains(Chains):
         before = self._seconds_of(len(self.state.position))
         latents, again = self._thinned(self.history.draws().flatten(0, 1)), None
         if self.last_drift.r_hat > self.policy.space.remade_r_hat:
-            again = self.walked.recentred(latents, anew=True)
+            again = self.current_space.refitted(latents, anew=True)
         if again is not None:
             self._warm_up_again(self.points, latents, again)
         number, seconds = self._cheapest_number()
         if number < len(self.state.position) or is_too_short:
-            again = self.walked.recentred(latents) if again is None else None
+            again = self.current_space.refitted(latents) if again is None else None
             self._thin_out(number, latents, again)
         elif again is None:
             return
@@ -482,14 +486,14 @@ class WindowedChains(Chains):
 
     def _warm_up_again(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
         """Begin again at points, in the frame of earlier draws and possibly another space."""
-        moved = None if space is None else space.to_points(self.walked.to_latent(points))
+        moved = None if space is None else space.to_points(self.current_space.to_latent(points))
         if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
             points = moved
-            self._walked, self.middle, self.fitted = space, space.middle, space.fitted
-        pool = self._in_parts(self.walked.to_points, latents)
+            self._space, self.middle, self.fitted = space, space.middle, space.fitted
+        pool = self._in_parts(self.current_space.to_points, latents)
         self.frame = self._frame_of(pool, self.frame_kind)
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
-        self.adaptation = self.adaptation.thawed()
+        self.adaptation = self.adaptation.unfrozen()
         self.history = History(self.history.capacity)
         self._began = self.gradients, self.seconds, self.cpu_seconds
         self.phase, self._next_check = "warm-up", self.policy.stopping.first_check
@@ -517,32 +521,35 @@ class WindowedChains(Chains):
         chains._is_extended = False
         return chains
 
-    def _hurries(self) -> bool:
-        """Whether the warm-up has had its share of the budget; shorten trajectories if so."""
+    def _ends_early(self) -> bool:
+        """Whether the window ends now, because the warm-up has had its share of the budget."""
         gradients, seconds, _ = self._began
         share = (self.gradients - gradients) / (self.max_gradients - gradients)
         if self.max_seconds is not None:
             share = max(share, (self.seconds - seconds) / max(self.max_seconds - seconds, 1e-9))
-        hurry = share >= self.policy.warmup.share
-        if hurry and self.max_seconds is not None and self.phase == "warm-up":
-            left = max(0.0, self.max_seconds / max(self.seconds, 1e-9) - 1) * self.gradients
-            # The last window, the tuning and the fewest draws must end in time.
-            least = 1 + self.policy.warmup.tuning + self.policy.stopping.least_draws
-            longest = max(1, min(self.adaptation.max_gradients, int(left / least)))
-            self.adaptation = self.adaptation.limited(longest)
-        return hurry
+        return share >= self.policy.warmup.share
 
-    def _end_window(self, hurry: bool) -> None:
+    def _shorten_trajectories(self) -> None:
+        """Let the last window, the tuning and the fewest draws end within ``max_seconds``."""
+        if self.max_seconds is None or self.phase != "warm-up":
+            return
+        left = max(0.0, self.max_seconds / max(self.seconds, 1e-9) - 1) * self.gradients
+        least = 1 + self.policy.warmup.tuning + self.policy.stopping.least_draws
+        self.adaptation = self._limited(
+            max(1, min(self.adaptation.max_gradients, int(left / least)))
+        )
+
+    def _end_window(self, is_early: bool) -> None:
         """Estimate the frame from the window's second half; start tuning once nothing moves."""
         limits = self.policy.warmup
         half = len(self._positions) // 2
         path = torch.stack(self._positions)
         log_densities = torch.stack(self._log_densities)
-        lively = (path.amax(0) > path.amin(0)).any(-1) & ~self._lost(log_densities[half:])
+        moving = (path.amax(0) > path.amin(0)).any(-1) & ~self._lost(log_densities[half:])
         points = self.points
-        if len(path) >= limits.first_window and lively.any():
-            points = self._revived(points, lively)
-            self._positions = [position[lively] for position in self._positions]
+        if len(path) >= limits.first_window and moving.any():
+            points = self._restart_stuck(points, moving)
+            self._positions = [position[moving] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // limits.max_pool))
         recent = torch.cat(self._positions[half:][::-1][::stride])
         # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
@@ -550,13 +557,13 @@ class WindowedChains(Chains):
         is_right = bool(spread < limits.max_stretch)
         kind: FrameKind = self.frame_kind if is_right else "diagonal"
         pool, is_moved = self.frame.to_points(recent), False
-        if is_right and not hurry:
-            points, pool, is_moved = self._recentred(points, pool)
+        if is_right and not is_early:
+            points, pool, is_moved = self._renew_space(points, pool)
         self.frame = self._frame_of(pool, kind)
         settled = self._is_stationary(log_densities, half)
         is_stiff = fmean(self._failed[half:]) > limits.max_failed
         is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too
-        self.adaptation = self.adaptation.stiffened(is_stiff)
+        self.adaptation = self.adaptation.with_step_size_spread(is_stiff)
         self._positions, self._log_densities, self._failed = [], [], []
         self._window += is_right
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
@@ -564,30 +571,30 @@ class WindowedChains(Chains):
         self.start()
         is_final = settled and is_right and not (is_new or is_moved)
         is_done = is_final and self._window >= limits.least_windows
-        if hurry or is_done:
+        if is_early or is_done:
             self.phase, self._left = "tuning", limits.tuning
 
-    def _recentred(self, points: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, bool]:
+    def _renew_space(self, points: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Make the space again if the chains have left its middle; return points and draws in it.
 
         A guide of many latents may be far away, and so may be what the data say there. The space
         is also made again if the draws tell more of its law than the middle did.
         """
-        assert self._walked is not None
-        latents = self._in_parts(self._walked.to_latent, pool)
-        again = self._walked.recentred(latents)
+        assert self._space is not None
+        latents = self._in_parts(self._space.to_latent, pool)
+        again = self._space.refitted(latents)
         if again is None:
             return points, pool, False
-        moved = again.to_points(self._walked.to_latent(points))
+        moved = again.to_points(self._space.to_latent(points))
         pool_again = self._in_parts(again.to_points, latents)
         if not (again.score(moved)[0].isfinite().all() and pool_again.isfinite().all()):
             return points, pool, False
-        self._walked, self.middle, self.fitted = again, again.middle, again.fitted
+        self._space, self.middle, self.fitted = again, again.middle, again.fitted
         return moved, pool_again, True
 
-    def _revived(self, points: Tensor, lively: Tensor) -> Tensor:
+    def _restart_stuck(self, points: Tensor, moving: Tensor) -> Tensor:
         """Restart chains that stood still for a window, or are lost, from other chains."""
-        stuck, good = (~lively).nonzero().squeeze(-1), lively.nonzero().squeeze(-1)
+        stuck, good = (~moving).nonzero().squeeze(-1), moving.nonzero().squeeze(-1)
         self.replaced += len(stuck)
         if len(stuck) == 0:
             return points
@@ -615,8 +622,8 @@ class WindowedChains(Chains):
         return bool((late - early).mean().abs() <= allowed)
 
     def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._walked is not None
-        return self._walked.white_score(self.frame, white)
+        assert self._space is not None
+        return self._space.white_score(self.frame, white)
 
 
 @dataclass(kw_only=True)
@@ -628,16 +635,16 @@ class SeparateChains(WindowedChains):
     budget.
     """
 
-    _told: float = 0.0
+    _last_share: float = 0.0
     """The share of the warm-up that was over when the last window ended."""
 
     def _limited(self, most: int) -> Any:
         return self.adaptation  # the kernel's transitions have few gradients
 
-    def _hurries(self) -> bool:
+    def _ends_early(self) -> bool:
         """Whether a window ends early, so that the warm-up has several and ends in time."""
         share = self._warmed()
-        return share >= 1 or share - self._told >= self.policy.mclmc.longest_window
+        return share >= 1 or share - self._last_share >= self.policy.mclmc.longest_window
 
     def _warmed(self) -> float:
         """Return the share of the warm-up that is over."""
@@ -646,8 +653,8 @@ class SeparateChains(WindowedChains):
             share = max(share, self.seconds / max(self.max_seconds, 1e-9))
         return share / self.policy.mclmc.warmup_share
 
-    def _end_window(self, hurry: bool) -> None:
-        share = self._told = self._warmed()
+    def _end_window(self, is_early: bool) -> None:
+        share = self._last_share = self._warmed()
         self.adaptation = self.adaptation.at(share)
         self._positions, self._log_densities, self._failed = [], [], []
         self._window = min(self._window + 1, self.policy.warmup.least_windows)

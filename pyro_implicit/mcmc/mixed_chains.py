@@ -139,8 +139,8 @@ class MixedChains(WindowedChains):
     @property
     def mixed(self) -> MixedSpace:
         """The space, which has the terms of the log-density."""
-        assert isinstance(self._walked, MixedSpace)
-        return self._walked
+        assert isinstance(self._space, MixedSpace)
+        return self._space
 
     def start(self) -> None:
         """Find the first step size."""
@@ -244,10 +244,10 @@ class MixedChains(WindowedChains):
             self.history = History(self.history.capacity)
             self.acceptance = self.failed = 0.0
 
-    def _end_window(self, hurry: bool) -> None:
+    def _end_window(self, is_early: bool) -> None:
         path = torch.stack(self._positions[len(self._positions) // 2 :])
         points = self.frame.to_points(path.flatten(0, 1))
-        super()._end_window(hurry)
+        super()._end_window(is_early)
         self.learn_moves(points)
 
     def learn_moves(self, points: Tensor) -> None:
@@ -270,7 +270,9 @@ class MixedChains(WindowedChains):
 
     def _frame_of(self, draws: Tensor, kind: FrameKind) -> WhiteningFrame:
         number = len(self.state.position)
-        return mixed_frame(draws, kind, self.walked.score, number, self.elements, self.policy)
+        return mixed_frame(
+            draws, kind, self.current_space.score, number, self.elements, self.policy
+        )
 
     def _parts(self) -> tuple[ChainState, Tensor]:
         split, state = self._split, self.state

@@ -482,13 +482,13 @@ def _walk(plan: ChainSetup, space: Space, chains: WindowedChains, file: Checkpoi
     chains.ends_apart = False  # chains that go on are not annealed again
     if ends_apart:
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
-            annealed = _anneal_near(plan, chains.walked.to_latent(chains.points))
+            annealed = _anneal_near(plan, chains.current_space.to_latent(chains.points))
             if annealed is not None:
                 return annealed
         if chains.stopped == "max_gradients" and not sampler.target.sampled:
             chains.stopped = None
             run(chains, file)
-    chains.streams, space = random_streams(), chains.walked
+    chains.streams, space = random_streams(), chains.current_space
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
     return replace(collect(space, chains), chains=chains, more=more)
 

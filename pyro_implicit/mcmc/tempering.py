@@ -505,7 +505,7 @@ def temper(
     normals = NormalMixture.of(log_mass, modes.loc, modes.scale_tril)
     reference = reference_of(normals, wide, limits.widening, limits.prior_share)
     adaptation = hmc.adaptation(policy, min(limits.max_leapfrogs, plan.max_leapfrogs))
-    walkers = Walkers(reference, adaptation.begun(limits.first_step * dim**-0.25))
+    walkers = Walkers(reference, adaptation.started_at(limits.first_step * dim**-0.25))
     cloud, walkers = anneal(space, reference, walkers, number, limits)
     here = cloud.here.take(cloud.resampled(number))
     walkers, settled = _walk(space, walkers, here, limits.settling)

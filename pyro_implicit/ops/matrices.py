@@ -212,7 +212,7 @@ def _less(value: Tensor, one: Iterable[Tensor], other: Iterable[Tensor]) -> Tens
     return functools.reduce(operator.sub, map(operator.mul, one, other), value)
 
 
-def from_standard(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
+def from_standard(standard: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
     r"""Transform standard normals to draws of :math:`N(A^{-1} t, A^{-1})`, :math:`A = L L^\top`.
 
     .. math:: z = L^{-\top} (x + L^{-1} t)
@@ -231,42 +231,44 @@ def from_standard(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Te
 
     :param standard: x, ``(*batch, n)``.
     :param precision: A, ``(*batch, n, n)``, symmetric.
-    :param told: t, ``(*batch, n)``.
+    :param linear: t, ``(*batch, n)``.
     :returns: z, and the logarithm of the diagonal of :math:`L^{-1}`, whose sum is the
         log-determinant, both ``(*batch, n)``; NaN if A has no factor.
     """
     if standard.shape[-1] <= SMALL_MATRIX:
         factor = cholesky(precision)
-        pull = solve_triangular(factor, told, upper=False)
+        pull = solve_triangular(factor, linear, upper=False)
         values = solve_triangular(factor.mT, standard + pull, upper=True)
         return values, -factor.diagonal(dim1=-2, dim2=-1).log()
-    batch = torch.broadcast_shapes(standard.shape[:-1], precision.shape[:-2], told.shape[:-1])
+    batch = torch.broadcast_shapes(standard.shape[:-1], precision.shape[:-2], linear.shape[:-1])
     size = standard.shape[-1:]
     given = standard.expand(batch + size), precision.expand(batch + size + size)
-    values, log_diagonal, _ = _FromStandard.apply(*given, told.expand(batch + size))
+    values, log_diagonal, _ = _FromStandard.apply(*given, linear.expand(batch + size))
     return values, log_diagonal
 
 
-def to_standard(values: Tensor, precision: Tensor, told: Tensor) -> Tensor:
+def to_standard(values: Tensor, precision: Tensor, linear: Tensor) -> Tensor:
     """Invert :func:`from_standard`: x of z."""
     factor = _factor(precision)
-    return small_matvec(factor.mT, values) - solve_triangular(factor, told, upper=False)
+    return small_matvec(factor.mT, values) - solve_triangular(factor, linear, upper=False)
 
 
 class _FromStandard(torch.autograd.Function):
     """Returns the factor only for second derivatives."""
 
     @staticmethod
-    def forward(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        standard: Tensor, precision: Tensor, linear: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         factor = _factor(precision)
-        pull = solve_triangular(factor, told, upper=False)
+        pull = solve_triangular(factor, linear, upper=False)
         values = solve_triangular(factor.mT, standard + pull, upper=True)
         return values, -factor.diagonal(dim1=-2, dim2=-1).log(), factor
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        standard, _, told = inputs
-        ctx.save_for_backward(standard, told, output[-1])
+        standard, _, linear = inputs
+        ctx.save_for_backward(standard, linear, output[-1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -282,10 +284,10 @@ class _FromStandard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         by_values, by_log_diagonal, by_factor = by
-        standard, told, factor = ctx.saved_tensors
+        standard, linear, factor = ctx.saved_tensors
         if by_values is None:
             by_values = torch.zeros_like(standard)
-        pull = solve_triangular(factor, told, upper=False)
+        pull = solve_triangular(factor, linear, upper=False)
         by_standard = solve_triangular(factor, by_values, upper=False)
         by_told = solve_triangular(factor.mT, by_standard, upper=True)
         sides = [standard + pull, by_standard], [by_standard, pull]
@@ -314,7 +316,7 @@ class LinearTerm(NamedTuple):
 
 
 def from_symmetric_root(
-    standard: Tensor, vectors: Tensor | None, gains: Tensor, told: LinearTerm
+    standard: Tensor, vectors: Tensor | None, gains: Tensor, linear: LinearTerm
 ) -> tuple[Tensor, Tensor]:
     r"""Transform standard normals x to draws of :math:`N(A^{-1} t, A^{-1})`.
 
@@ -322,32 +324,32 @@ def from_symmetric_root(
 
     **Example:**
 
-    >>> told = LinearTerm(torch.tensor([[18.0]]), torch.zeros(1, 2))
-    >>> from_symmetric_root(torch.ones(1, 2), torch.eye(2)[:, :1], torch.tensor([[8.0]]), told)
+    >>> linear = LinearTerm(torch.tensor([[18.0]]), torch.zeros(1, 2))
+    >>> from_symmetric_root(torch.ones(1, 2), torch.eye(2)[:, :1], torch.tensor([[8.0]]), linear)
     (tensor([[2.3333, 1.0000]]), tensor([-1.0986]))
 
     :param standard: x, ``(num_points, n)``.
     :param vectors: V, ``(n, rank)``; None for the identity.
     :param gains: g, ``(num_points, rank)``, above -1.
-    :param told: t, with ``inner`` ``(num_points, rank)`` and ``outer`` ``(num_points, n)``.
+    :param linear: t, with ``inner`` ``(num_points, rank)`` and ``outer`` ``(num_points, n)``.
     :returns: z, and the log-determinants ``(num_points,)``.
     """
     stretch = (1 + gains).sqrt()
     inner = standard if vectors is None else standard @ vectors
-    moved = inner * (1 / stretch - 1) + told.inner / (1 + gains)
+    moved = inner * (1 / stretch - 1) + linear.inner / (1 + gains)
     moved = moved if vectors is None else moved @ vectors.mT
-    return standard + told.outer + moved, -stretch.log().sum(-1)
+    return standard + linear.outer + moved, -stretch.log().sum(-1)
 
 
 def to_symmetric_root(
-    values: Tensor, vectors: Tensor | None, gains: Tensor, told: LinearTerm
+    values: Tensor, vectors: Tensor | None, gains: Tensor, linear: LinearTerm
 ) -> Tensor:
     """Invert :func:`from_symmetric_root`: x of z."""
     stretch = (1 + gains).sqrt()
     inner = values if vectors is None else values @ vectors
-    moved = inner * (stretch - 1) - told.inner / stretch
+    moved = inner * (stretch - 1) - linear.inner / stretch
     moved = moved if vectors is None else moved @ vectors.mT
-    return values - told.outer + moved
+    return values - linear.outer + moved
 
 
 def eigenbasis(matrix: Tensor, least: float) -> tuple[Tensor, Tensor]:

@@ -401,12 +401,12 @@ def test_the_space_of_a_far_middle_learns_from_draws():
     noise = walked.to_points(kept)
     for _ in range(2):  # a recording of this map
         torch.testing.assert_close(walked.to_latent(noise), kept)
-    again = walked.recentred(kept)
+    again = walked.refitted(kept)
     torch.testing.assert_close(again.to_latent(again.to_points(kept)), kept)
     assert again.fitted is not None and torch.equal(again.middle, middle)
     assert again._map.misfit(kept) < walked._map.misfit(kept) - 0.5
     # The median is near the middle, and still the new one if chains have shown that this one fails.
-    anew = walked.recentred(kept, anew=True)
+    anew = walked.refitted(kept, anew=True)
     assert torch.equal(anew.middle, kept.median(0).values)
     torch.testing.assert_close(anew.to_latent(anew.to_points(kept)), kept)
 

@@ -147,11 +147,11 @@ def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
     monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
     asked = []
 
-    def recentred(self, latent, anew=False):
+    def refitted(self, latent, anew=False):
         asked.append(anew)
         return copy.copy(self) if anew else None
 
-    monkeypatch.setattr(Space, "recentred", recentred)
+    monkeypatch.setattr(Space, "refitted", refitted)
     torch.manual_seed(0)
     start = torch.randn(64, 1) + 0.03 * torch.randn(64, 2)
     if is_apart:

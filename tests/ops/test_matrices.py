@@ -47,16 +47,16 @@ def given(request):
     return rows[0], root, rows[1]
 
 
-def of_root(standard, root, told):
+def of_root(standard, root, linear):
     precision = root @ root.mT + torch.eye(root.shape[-1], dtype=root.dtype)
-    return from_standard(standard, precision, told)
+    return from_standard(standard, precision, linear)
 
 
 def test_they_have_the_mean_and_the_covariance(given):
-    _, root, told = given
+    _, root, linear = given
     precision = root @ root.mT + torch.eye(root.shape[-1])
     basis = torch.cat([0 * root[0, :1], torch.eye(root.shape[-1])])
-    for one, known in zip(precision, told, strict=True):
+    for one, known in zip(precision, linear, strict=True):
         values, log_det = from_standard(basis, one, known)
         assert torch.allclose(values[0], torch.linalg.solve(one, known))
         found = (values[1:] - values[0]).mT
@@ -71,8 +71,8 @@ def test_gradients_and_second_derivatives(given):
 
 
 def test_one_at_a_time_is_all_at_once(given):
-    def total(standard, root, told):
-        values, log_det = of_root(standard, root, told)
+    def total(standard, root, linear):
+        values, log_det = of_root(standard, root, linear)
         return values.square().sum() + (values * log_det).sum()
 
     together = torch.autograd.grad(torch.func.vmap(total)(*given).sum(), given)
@@ -81,20 +81,20 @@ def test_one_at_a_time_is_all_at_once(given):
         found = torch.autograd.grad(total(*alone), alone)
         for one, other in zip(found, together, strict=True):
             assert torch.allclose(one, other[row])
-    standard, root, told = given
-    shared = torch.func.vmap(of_root, in_dims=(0, None, 0))(standard, root[0], told)
-    for one, other in zip(shared, of_root(standard, root[0].expand_as(root), told), strict=True):
+    standard, root, linear = given
+    shared = torch.func.vmap(of_root, in_dims=(0, None, 0))(standard, root[0], linear)
+    for one, other in zip(shared, of_root(standard, root[0].expand_as(root), linear), strict=True):
         assert torch.allclose(one, other)
 
 
 def test_where_there_is_no_factor_others_have_theirs(given):
-    standard, root, told = given
+    standard, root, linear = given
     precision = (root @ root.mT).detach()
     bad = precision.index_fill(0, torch.tensor(1), torch.nan).requires_grad_()
-    values, log_det = from_standard(standard, bad, told)
+    values, log_det = from_standard(standard, bad, linear)
     if standard.shape[-1] > 4:  # LAPACK's factor of this is not NaN
         negative = precision.index_copy(0, torch.tensor([1]), -precision[1:2])
-        assert from_standard(standard, negative, told)[0][1].isnan().all()
+        assert from_standard(standard, negative, linear)[0][1].isnan().all()
     assert values[1].isnan().all() and values[[0, 2]].isfinite().all()
     (gradient,) = torch.autograd.grad(log_det[[0, 2]].sum(), bad)
     assert gradient[[0, 2]].isfinite().all()
@@ -141,8 +141,8 @@ def test_the_map_is_that_of_the_symmetric_root(rank):
     factors = torch.tensor([0.5, 3.0], dtype=torch.float64).unsqueeze(-1)
     gains, inner, outer = factors.square() * values, randn(2, rank), randn(2, 5)
     outer = outer - outer @ vectors @ vectors.mT
-    told, standard = LinearTerm(inner, outer), randn(2, 5)
-    found, log_det = from_symmetric_root(standard, vectors, gains, told)
+    linear, standard = LinearTerm(inner, outer), randn(2, 5)
+    found, log_det = from_symmetric_root(standard, vectors, gains, linear)
     for row in range(2):
         precision = torch.eye(5, dtype=torch.float64) + factors[row] ** 2 * root @ root.mT
         half_values, half_vectors = torch.linalg.eigh(precision)
@@ -150,4 +150,4 @@ def test_the_map_is_that_of_the_symmetric_root(rank):
         mean = torch.linalg.solve(precision, vectors @ inner[row] + outer[row])
         assert torch.allclose(found[row], inverse_root @ standard[row] + mean)
         assert torch.allclose(log_det[row], -0.5 * precision.logdet())
-    assert torch.allclose(to_symmetric_root(found, vectors, gains, told), standard)
+    assert torch.allclose(to_symmetric_root(found, vectors, gains, linear), standard)

@@ -30,8 +30,8 @@ def model(y):
 # Automatic inference
 # -------------------
 #
-# The search finds the modes; annealed chains move draws of their Gaussians to the posterior, whatever
-# the shape of a mode.
+# The search finds the modes; annealed chains move draws of their Gaussians to the posterior,
+# whatever the shape of a mode.
 
 result = fit(model, "auto", y, seed=0)
 print(result)

@@ -217,7 +217,7 @@ class StepELBO(Trace_ELBO):
         mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
         return ElboState(BatchedRuns(type(self).__name__, mode))
 
-    def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+    def _bind(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Forget another model or guide, and run a new pair once."""
         for handler in _PYRO_STACK:
             if isinstance(handler, IndepMessenger):

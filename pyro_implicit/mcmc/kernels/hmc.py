@@ -196,7 +196,7 @@ class ChEES:
         )
         return state, found, gradients
 
-    def begun(self, step_size: float) -> ChEES:
+    def started_at(self, step_size: float) -> ChEES:
         """Adapt from a step size that is about right."""
         return replace(self, step_size=step_size, learnt=_Learnt.nothing(step_size, self.policy))
 
@@ -209,11 +209,11 @@ class ChEES:
             trajectory_length=math.exp(self.learnt.mean_log_length),
         )
 
-    def thawed(self) -> ChEES:
+    def unfrozen(self) -> ChEES:
         """Adapt again, from the step size and length of now."""
         return replace(self, adapting=True)
 
-    def stiffened(self, is_stiff: bool) -> ChEES:
+    def with_step_size_spread(self, is_stiff: bool) -> ChEES:
         """Spread step sizes where trajectories fail, and only there."""
         return replace(self, spread=self.policy.spread if is_stiff else 1.0)
 

@@ -40,7 +40,7 @@ __all__ = [
     "base_distribution",
     "own_hessians",
     "score_of_rest",
-    "told",
+    "data_information",
     "transform_of",
     "unused_suffix",
 ]
@@ -330,10 +330,10 @@ class _Vector:
         weighed = product(precision, self.factor)
         identity = torch.eye(weighed.shape[-1], dtype=weighed.dtype, device=weighed.device)
         self.precision = identity + product(self.factor.mT, weighed)
-        self.told = small_matvec(self.factor.mT, information - small_matvec(precision, fn.loc))
+        self.linear = small_matvec(self.factor.mT, information - small_matvec(precision, fn.loc))
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        white, log_det = from_standard(noise, self.precision, self.told)
+        white, log_det = from_standard(noise, self.precision, self.linear)
         log_det = log_det.sum(-1)
         scale = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         value = self.loc + small_matvec(self.factor, white)
@@ -347,7 +347,7 @@ class _Vector:
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)
-        return to_standard(white, self.precision, self.told)
+        return to_standard(white, self.precision, self.linear)
 
 
 class _VectorOfPrecision:
@@ -358,10 +358,10 @@ class _VectorOfPrecision:
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
         self.loc, self.prior = fn.loc, fn.precision_matrix
         self.precision = self.prior + precision
-        self.told = information + small_matvec(self.prior, fn.loc)
+        self.linear = information + small_matvec(self.prior, fn.loc)
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value, log_det = from_standard(noise, self.precision, self.told)
+        value, log_det = from_standard(noise, self.precision, self.linear)
         log_det, offset = log_det.sum(-1), value - self.loc
         zero = torch.zeros_like(noise)
         log_scale = from_standard(zero, self.prior, zero)[1].sum(-1)
@@ -371,7 +371,7 @@ class _VectorOfPrecision:
         return value, log_det - log_scale - white / 2, log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
-        return to_standard(value, self.precision, self.told)
+        return to_standard(value, self.precision, self.linear)
 
 
 def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
@@ -433,8 +433,12 @@ def own_hessians(
     return found
 
 
-def told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return W and h of a second-order expansion, in directions of negative curvature.
+def data_information(
+    fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""Return the precision W and the linear term h that the data add to latent variables.
+
+    Both are of a second-order expansion, in directions of negative curvature.
 
     The information on one latent among others of its site is the reduction of its variance: with
     the prior's precision P, the information of block b is
@@ -450,17 +454,17 @@ def told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[T
     loc, prior = _moments(fn, value)
     count, size = value.shape
     if curvature.dim() == 3:
-        precision = _bent_down(curvature)
+        precision = _positive_part(curvature)
         total = precision + prior
         step = torch.linalg.solve(total, gradient - matvecmul(prior, value - loc))
     else:
-        whole = _bent_down(curvature.reshape(count * size, count * size))
+        whole = _positive_part(curvature.reshape(count * size, count * size))
         whole = whole + torch.block_diag(*prior)
         covariance = torch.cholesky_inverse(torch.linalg.cholesky(whole))
         pull = (gradient - matvecmul(prior, value - loc)).flatten()
         step = (covariance @ pull).reshape(count, size)
         blocks = covariance.reshape(count, size, count, size).diagonal(dim1=0, dim2=2)
-        precision = _bent_down(torch.linalg.inv(blocks.movedim(-1, 0)) - prior)
+        precision = _positive_part(torch.linalg.inv(blocks.movedim(-1, 0)) - prior)
     centre = value + step
     return precision, matvecmul(precision, centre) + matvecmul(prior, centre - loc)
 
@@ -476,7 +480,7 @@ def _moments(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     return loc.to(value), precision.reshape(*value.shape, value.shape[-1]).to(value)
 
 
-def _bent_down(curvature: Tensor) -> Tensor:
+def _positive_part(curvature: Tensor) -> Tensor:
     """Drop directions of positive curvature."""
     values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT

@@ -20,9 +20,9 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     SUFFIX,
     ConditionalReparam,
     base_distribution,
+    data_information,
     own_hessians,
     score_of_rest,
-    told,
 )
 from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.matrices import (
@@ -42,14 +42,14 @@ __all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]
 class Series(NamedTuple):
     """The information on the last latent of a block, whose D is one number d.
 
-    ``vectors`` V ``(n, rank)`` and ``values`` ``(rank,)`` are the eigenbasis of W, and ``told`` is
-    h. ``locs`` is :math:`V^\\top l`, and ``coupling`` is :math:`V^\\top W` for the other latents,
-    ``(rank, num_others)``. Without vectors, the latent is in the coordinates of V.
+    ``vectors`` V ``(n, rank)`` and ``values`` ``(rank,)`` are the eigenbasis of W, and ``linear``
+    is h. ``locs`` is :math:`V^\\top l`, and ``coupling``, ``(rank, num_others)``, is
+    :math:`V^\\top W` for the other latents. Without vectors, the latent is in the coordinates of V.
     """
 
     vectors: Tensor | None
     values: Tensor
-    told: LinearTerm
+    linear: LinearTerm
     locs: Tensor
     coupling: Tensor
 
@@ -130,15 +130,15 @@ class ScaledBlock:
         """
         powers: dict[str, Any] = {}
         rests: dict[str, Any] = {}
-        sizes, told_of, rest = [], [], iter(law)
+        sizes, linear_of, rest = [], [], iter(law)
         for name, shape in self.shapes.items():
             size, own = next(rest).exp(), next(rest).exp()
             sizes.append(size.expand(shape.numel()))
-            told_of.append((size * own).expand(shape.numel()))
+            linear_of.append((size * own).expand(shape.numel()))
             others = self._others(name)
             powers[name] = {one: self.powers[name].get(one, 0.0) + next(rest) for one in others}
             rests[name] = {one: self.rests[name].get(one, 0.0) + next(rest) for one in others}
-        size, told_by = torch.cat(sizes), torch.cat(told_of)
+        size, linear_by = torch.cat(sizes), torch.cat(linear_of)
         count = len(self.locs)
         first, series = size[:count], self.series
         is_diagonal = self.precision.dim() == 1
@@ -146,10 +146,10 @@ class ScaledBlock:
         if series is not None:
             series = series._replace(
                 values=series.values * sizes[-1][0].square(),
-                told=LinearTerm(*(one * told_of[-1][0] for one in series.told)),
+                linear=LinearTerm(*(one * linear_of[-1][0] for one in series.linear)),
                 coupling=series.coupling * sizes[-1][0] * first,
             )
-        information = self.information * told_by[:count]
+        information = self.information * linear_by[:count]
         return replace(
             self,
             powers=powers,
@@ -179,11 +179,11 @@ class ScaledBlock:
             given = parts[f"{last}{self.suffix}"]
             given = given.reshape(len(given), -1) @ vectors
             parts = {**parts, f"{last}{self.suffix}": given}
-            told_of = LinearTerm(series.told.inner, vectors.new_zeros(()))
+            linear_of = LinearTerm(series.linear.inner, vectors.new_zeros(()))
             whole = replace(
                 self,
                 shapes={**self.shapes, last: given.shape[1:]},
-                series=series._replace(vectors=None, told=told_of),
+                series=series._replace(vectors=None, linear=linear_of),
             )
         names = [f"{name}{self.suffix}" for name in self.shapes]
 
@@ -221,13 +221,13 @@ class ScaledBlock:
         scale, rest = self._scales(parts, values)
         if self.series is not None:
             return self._map_with_series(self.series, values, scale, rest, back)
-        told = self._told(scale, rest)
+        linear = self._linear_term(scale, rest)
         if self.precision.dim() == 1:
             stretch = (1 + self.precision * scale.square()).sqrt()
-            pull = told / stretch
+            pull = linear / stretch
             found = stretch * values - pull if back else (values + pull) / stretch
             return found, -stretch.log()
-        return _map_by_factor(values, scale, self.precision, told, back)
+        return _map_by_factor(values, scale, self.precision, linear, back)
 
     def _map_with_series(
         self, series: Series, values: Tensor, scale: Tensor, rest: Tensor, back: bool
@@ -235,23 +235,25 @@ class ScaledBlock:
         count, coupling = len(self.locs), series.coupling
         own_scale, own_rest = scale[:, count : count + 1], rest[:, count : count + 1]
         gains = own_scale.square() * series.values
-        at_none = own_rest * series.told.inner - own_scale * series.values * series.locs
+        at_none = own_rest * series.linear.inner - own_scale * series.values * series.locs
 
         def told_given(at_others: Tensor) -> LinearTerm:
             inner = own_scale * (at_none - at_others @ coupling.mT)
-            return LinearTerm(inner, own_scale * own_rest * series.told.outer)
+            return LinearTerm(inner, own_scale * own_rest * series.linear.outer)
 
         others, own = values[:, :count], values[:, count:]
         moved, log_det = others, torch.zeros_like(others)
         scale, rest = scale[:, :count], rest[:, :count]
         if count:
             by_series = series.locs + told_given(scale * self.locs).inner / (1 + gains)
-            told = self._told(scale, rest) - scale * (own_scale * by_series @ coupling)
+            linear = self._linear_term(scale, rest) - scale * (own_scale * by_series @ coupling)
             # The difference of two large matrices.
             precise = coupling.double()
             shares = (own_scale.square() / (1 + gains)).double().unsqueeze(-2)
             precision = self.precision.double() - precise.mT * shares @ precise
-            found = _map_by_factor(others.double(), scale.double(), precision, told.double(), back)
+            found = _map_by_factor(
+                others.double(), scale.double(), precision, linear.double(), back
+            )
             moved, log_det = (one.to(values) for one in found)
         told_of_own = told_given(scale * (self.locs + (others if back else moved)))
         if back:
@@ -280,7 +282,7 @@ class ScaledBlock:
             total = total + power / 2 * moved.reshape(len(like), *lacking, *moved.shape[1:])
         return total.reshape(len(like), -1)
 
-    def _told(self, scale: Tensor, rest: Tensor) -> Tensor:
+    def _linear_term(self, scale: Tensor, rest: Tensor) -> Tensor:
         """Return the information on the noise, ``(num_points, n)``."""
         at_locs = scale * self.locs
         known = at_locs * self.precision if self.precision.dim() == 1 else at_locs @ self.precision
@@ -292,13 +294,13 @@ class ScaledBlock:
 
 
 def _map_by_factor(
-    values: Tensor, scale: Tensor, precision: Tensor, told: Tensor, back: bool
+    values: Tensor, scale: Tensor, precision: Tensor, linear: Tensor, back: bool
 ) -> tuple[Tensor, Tensor]:
     identity = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
     precision = identity + precision * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
     if back:
-        return to_standard(values, precision, told), values
-    return from_standard(values, precision, told)
+        return to_standard(values, precision, linear), values
+    return from_standard(values, precision, linear)
 
 
 class ScaledReparam(ConditionalReparam):
@@ -634,8 +636,8 @@ def _whole(analysis: _Analysis, shapes: Mapping[str, torch.Size]) -> tuple[Tenso
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
     value, loc = middle[columns] / scale, loc / scale
     prior = dist.MultivariateNormal(loc, torch.eye(size).to(value))
-    said = told(prior, curvature, score[0, columns].detach() * scale, value)
-    precision, information = (one[0] if is_dense else one.flatten() for one in said)
+    found = data_information(prior, curvature, score[0, columns].detach() * scale, value)
+    precision, information = (one[0] if is_dense else one.flatten() for one in found)
     return precision, information, loc.flatten()
 
 
@@ -679,9 +681,9 @@ def _with_series(
     precision, information, locs = _expansion(analysis, shapes)
     vectors, values = eigenbasis(precision[count:, count:], analysis.policy.least_told)
     inner = vectors.mT @ information[count:]
-    told_of = LinearTerm(inner, information[count:] - vectors @ inner)
+    linear_of = LinearTerm(inner, information[count:] - vectors @ inner)
     coupling = vectors.mT @ precision[count:, :count]
-    series = Series(vectors, values, told_of, vectors.mT @ locs[count:], coupling)
+    series = Series(vectors, values, linear_of, vectors.mT @ locs[count:], coupling)
     found = precision[:count, :count], information[:count], locs[:count], series
     return map_tree(lambda one: one.to(analysis.middle), found)
 

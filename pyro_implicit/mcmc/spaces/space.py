@@ -28,9 +28,9 @@ from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import (
     ConditionalReparam,
     base_distribution,
+    data_information,
     own_hessians,
     score_of_rest,
-    told,
     unused_suffix,
 )
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
@@ -85,7 +85,7 @@ class Space:
     middle: Tensor | None = None
     """The middle of the posterior, ``(latent_dim,)``, if the space was made from it."""
     fitted: Fitted | None = None
-    """What the space learnt from draws; see :meth:`recentred`."""
+    """What the space learnt from draws; see :meth:`refitted`."""
     reparams: dict[str, ConditionalReparam] = {}
     """The maps of the space by site."""
 
@@ -119,7 +119,7 @@ class Space:
     def check(self, points: Tensor) -> None:
         """Warn if the map is not one to one at some points."""
 
-    def recentred(self, latent: Tensor, anew: bool = False) -> Space | None:
+    def refitted(self, latent: Tensor, anew: bool = False) -> Space | None:
         """Return the space that suits draws of the posterior better; None if this one suits.
 
         :param latent: the draws, ``(num_draws, latent_dim)``.
@@ -495,7 +495,7 @@ class ConditionalNoise(Space):
         """Map latents to noise, ``(num_chains, latent_dim)``."""
         return self._map.to_points(latent)
 
-    def recentred(self, latent: Tensor, anew: bool = False) -> ConditionalNoise | None:
+    def refitted(self, latent: Tensor, anew: bool = False) -> ConditionalNoise | None:
         """Return the space at the median of latents, if this is far from the middle of this one.
 
         If it is not, but another map or other laws of the information suit the latents better,
@@ -609,8 +609,10 @@ class ConditionalNoise(Space):
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
                 if is_coupled(fn, curvature, squares, policy):
                     coupled.append(name)
-                said = told(fn, *(one.double() for one in (curvature, gradient, value)))
-                precision, information = (one.to(value) for one in said)
+                found = data_information(
+                    fn, *(one.double() for one in (curvature, gradient, value))
+                )
+                precision, information = (one.to(value) for one in found)
                 shape = (*place.shape, size) if is_vector else place.shape
                 made[name] = ConditionalReparam(
                     precision.reshape(shape), information.reshape(place.shape), suffix
@@ -630,9 +632,9 @@ def is_coupled(fn: Any, curvature: Tensor, squares: Tensor, policy: SpacePolicy)
         return False
     scale = base_distribution(fn).scale.expand(fn.batch_shape + fn.event_shape).flatten()
     if curvature.dim() == 4:
-        told_of = curvature[:, 0, :, 0] * scale * scale.unsqueeze(-1)
-        own = 1 + told_of.diagonal().clamp(min=0)
-        shares = (told_of - told_of.diagonal().diag()).square() / (own * own.unsqueeze(-1))
+        linear_of = curvature[:, 0, :, 0] * scale * scale.unsqueeze(-1)
+        own = 1 + linear_of.diagonal().clamp(min=0)
+        shares = (linear_of - linear_of.diagonal().diag()).square() / (own * own.unsqueeze(-1))
         return bool(shares.sum(-1).mean() > policy.coupled)
     diagonal, variance = curvature.flatten(), scale.square()
     own = 1 + (diagonal * variance).clamp(min=0)
