@@ -195,7 +195,7 @@ def diagnose(
     if target.sampled:
         check_sites(sampler)
         for name, value in (("loss", loss), ("quantities", quantities)):
-            if value is not None:
+            if value not in (None, "auto"):
                 raise ValueError(
                     f"diagnose cannot use {name}= for a model whose discrete latents are sampled "
                     f"('{target.sampled[0]}'): these checks need gradients. Cure: leave it out"

@@ -50,6 +50,8 @@ def test_the_diagnosis(fitted):
     found = fitted.diagnose()
     assert found.verdict == "trust"
     assert "skipped" in str(found) and "the discrete latents 'n' have no gradient" in str(found)
+    with pytest.raises(ValueError, match="cannot use quantities= .*'n'.*Cure: leave it out"):
+        diagnose(thinned, fitted.guide, Y, quantities=lambda draws: draws["rate"])
     prior = diagnose(thinned, fitted.guide, Y)
     assert prior.verdict != "trust"
 
