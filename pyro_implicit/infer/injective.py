@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_implicit.distributions import Draw, Implicit
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
-    LaterWeights,
+    ParticleWeights,
     check_square,
     exact_log_density,
     exact_score,
@@ -28,11 +28,11 @@ from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.runtime.messages import refuse_unknown
 
-__all__ = ["InjectiveELBO", "Landing", "Scores"]
+__all__ = ["InjectiveELBO", "ScoreControlVariate", "ScoreRecorder"]
 
 
-class Landing(NamedTuple):
-    r"""The share c of the score function that an entropy's gradient leaves out.
+class ScoreControlVariate(NamedTuple):
+    r"""A running estimate of the best weight c of the guide's score, as a control variate.
 
     With the scores :math:`u = \nabla_\theta \log q` of the guide and :math:`s = \nabla_\theta \log
     p` of the model, the gradient at a draw is :math:`c\, u - s`: plain with c = 0, along the path
@@ -54,14 +54,14 @@ class Landing(NamedTuple):
     model: Tensor
 
     @classmethod
-    def start(cls, like: Tensor) -> Landing:
+    def start(cls, like: Tensor) -> ScoreControlVariate:
         """Return the value before the first step, with c = 0.
 
         :param like: a tensor of the shape, dtype and device of one draw.
         """
         return cls(*(torch.zeros_like(like) for _ in range(3)))
 
-    def share(self) -> Tensor:
+    def weight(self) -> Tensor:
         """Return c, between 0 and 1, without dimensions."""
         units = self.model.clamp(min=torch.finfo(self.model.dtype).tiny)
         known = (self.guide / units).sum()
@@ -69,44 +69,48 @@ class Landing(NamedTuple):
         return torch.where(known.isfinite() & (known > 0), share.clamp(0, 1), 0.0)
 
     @torch.no_grad()
-    def after(self, guide: Tensor, model: Tensor) -> Landing:
+    def after(self, guide: Tensor, model: Tensor) -> ScoreControlVariate:
         """Return the averages after a step with these scores, ``(num_draws, *shape)`` each.
 
         Scores that are not finite count as 0.
         """
         finite = guide.isfinite() & model.isfinite()
         guide, model = torch.where(finite, guide, 0.0), torch.where(finite, model, 0.0)
-        decay = ELBOS.landing_decay
-        return Landing(
+        decay = ELBOS.control_variate_decay
+        return ScoreControlVariate(
             decay * self.both + (model * guide).mean(0),
             decay * self.guide + guide.square().mean(0),
             decay * self.model + model.square().mean(0),
         )
 
 
-class Scores:
+class ScoreRecorder:
     """The scores of a step's draws: first of the guide, then of the model.
 
-    They do not know the draws: their hooks know it, and would keep them in memory.
+    It holds no reference to the draws, whose hooks refer to it: that would be a reference cycle.
 
-    :param memory: the ELBO's memory, which keeps the :class:`Landing` of a site.
+    :param memory: the ELBO's memory, which keeps the :class:`ScoreControlVariate` of a site.
     :param site: the name of that site.
     :param num_particles: the number of particles whose mean the loss is.
     """
 
     def __init__(self, memory: dict[tuple[str, str], Any], site: str, num_particles: int) -> None:
-        self._memory, self._key, self._num_particles = memory, ("landing", site), num_particles
+        self._memory, self._key, self._num_particles = (
+            memory,
+            ("path weight", site),
+            num_particles,
+        )
         #: Of the guide, ``(*batch, *shape)``; None until it is known.
         self.guide: Tensor | None = None
 
     def see(self, gradient: Tensor) -> Tensor:
         """Note the gradient of the loss at the model's draws, and return it."""
         if self.guide is not None:
-            landing = self._memory[self._key]
-            shape = (-1, *landing.guide.shape)
+            average = self._memory[self._key]
+            shape = (-1, *average.guide.shape)
             model = -self._num_particles * gradient.to(self.guide)
             scores = self.guide.reshape(shape), model.reshape(shape)
-            self._memory[self._key] = landing.after(*scores)
+            self._memory[self._key] = average.after(*scores)
         return gradient
 
 
@@ -148,8 +152,8 @@ class InjectiveELBO(ImplicitELBO):
     :param num_particles: draws of the guide per step.
     :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the
         share of the path gradient with the least variance
-        (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``, and the plain gradient
-        for draws at which the score overflows. With ``coverage``, the share is 1.
+        (:class:`~pyro_implicit.infer.injective.ScoreControlVariate`), see ``path_weights``, and the
+        plain gradient for draws at which the score overflows. With ``coverage``, the share is 1.
     :param coverage: c of the divergence KL(q || p) + c KL(p || q) that the gradient descends. The
         second term makes the guide cover tails and necks that the ELBO misses; 1 gives Jeffreys'
         divergence. Its gradient is the path gradient with particles weighted by their
@@ -213,14 +217,14 @@ class InjectiveELBO(ImplicitELBO):
         """Return the draw itself; its gradient is weighted particle by particle, or noted."""
         step = self.state.step
         if self.coverage:
-            weights = step.setdefault(("weights", ""), LaterWeights())
+            weights = step.setdefault(("weights", ""), ParticleWeights())
             path = step["path", site.name] = send_gradient(site.draw, site.draw, weights.weigh)
             return path
         if self.path_derivative != "auto":
             return None
         one = site.draw[(0,) * len(site.batch_shape)]
-        self.remember("landing", site.name, lambda: Landing.start(one))
-        scores = Scores(self.state.memory, site.name, self.num_particles)
+        self.remember("path weight", site.name, lambda: ScoreControlVariate.start(one))
+        scores = ScoreRecorder(self.state.memory, site.name, self.num_particles)
         step["scores", site.name] = scores
         return send_gradient(site.draw, site.draw, scores.see)
 
@@ -235,7 +239,7 @@ class InjectiveELBO(ImplicitELBO):
         if scores is None:
             path = path_term(site, score, step.get(("path", site.name), site.draw))
             return ScoreParts(log_q.detach(), 0, path)
-        share, scores.guide = self.state.memory["landing", site.name].share(), score
+        share, scores.guide = self.state.memory["path weight", site.name].weight(), score
         # An ill-conditioned Jacobian can let the score overflow; the plain gradient does not.
         has_path = score.isfinite().flatten(log_q.dim()).all(-1)
         path = path_term(site, score.nan_to_num(0.0, 0.0, 0.0), site.draw)
@@ -243,9 +247,9 @@ class InjectiveELBO(ImplicitELBO):
         return ScoreParts(log_q.detach(), 0, share * path + (1 - share) * log_q)
 
     @property
-    def shares(self) -> dict[str, float]:
+    def path_weights(self) -> dict[str, float]:
         """By site, the share of the path in the next step's gradient, if that is ``"auto"``."""
-        return {name: float(kept.share()) for name, kept in self.remembered("landing").items()}
+        return {name: float(kept.weight()) for name, kept in self.remembered("path weight").items()}
 
     def _takes_path(self) -> bool:
         return bool(self.path_derivative) and torch.is_grad_enabled()

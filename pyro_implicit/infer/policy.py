@@ -37,7 +37,7 @@ class ElboPolicy:
     particle_decay: float = 0.9
 
     #: ``InjectiveELBO``: weight of the past in the moving averages of scores, for each step.
-    landing_decay: float = 0.95
+    control_variate_decay: float = 0.95
 
     #: Relative change of a value, by other rows of its batch or another call, from which a
     #: generator counts as mixing rows or as random. Far above rounding in float32.

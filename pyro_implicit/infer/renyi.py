@@ -19,7 +19,7 @@ from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.bound import HierarchicalELBO, Proposal
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
-    LaterWeights,
+    ParticleWeights,
     exact_log_density,
     exact_score,
     path_term,
@@ -124,7 +124,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draw itself; its gradient is weighted particle by particle."""
         step = self.state.step
-        weights = step.setdefault(("weights", ""), LaterWeights())
+        weights = step.setdefault(("weights", ""), ParticleWeights())
         path = step["path", site.name] = send_gradient(site.draw, site.draw, weights.weigh)
         return path
 

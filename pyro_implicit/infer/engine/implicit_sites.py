@@ -22,7 +22,7 @@ __all__ = [
     "PARTICLE_PLATE",
     "FlatSite",
     "ImplicitSite",
-    "LaterWeights",
+    "ParticleWeights",
     "check_generator",
     "check_same_distribution",
     "check_square",
@@ -413,15 +413,15 @@ def moments_log_q(site: ImplicitSite) -> Tensor:
         ) from error
 
 
-class LaterWeights:
+class ParticleWeights:
     """Weights for the gradients of the particles' draws, set after the draws are made.
 
-    It does not know these draws: their hooks know it, and would keep them in memory.
+    It holds no reference to the draws, whose hooks refer to it: that would be a reference cycle.
 
     **Example:**
 
     >>> import torch
-    >>> later, draw = LaterWeights(), torch.zeros(2, 3, requires_grad=True)
+    >>> later, draw = ParticleWeights(), torch.zeros(2, 3, requires_grad=True)
     >>> sent = send_gradient(draw, draw, later.weigh)
     >>> later.weights = torch.tensor([1.0, 2.0])
     >>> sent.sum().backward()
@@ -487,10 +487,10 @@ def send_gradients(
     :param other: any tensor.
     :param through: turns the gradients at both copies into the gradient of ``draw``.
     """
-    return _Together.apply(draw, other, through)
+    return _JointBackward.apply(draw, other, through)
 
 
-class _Together(torch.autograd.Function):
+class _JointBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, draw: Tensor, other: Tensor, through: Callable) -> tuple[Tensor, Tensor]:
         ctx.through = through

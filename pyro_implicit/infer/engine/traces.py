@@ -453,7 +453,7 @@ def leave_out_impossible(
     if num_left in (0, num_particles):
         return None
 
-    def of_the_others(term: Any) -> Any:
+    def drop_particles(term: Any) -> Any:
         if not isinstance(term, Tensor) or term.dim() == 0 or len(term) != num_particles:
             return term
         mask = impossible.reshape((-1,) + (1,) * (term.dim() - 1))
@@ -461,10 +461,10 @@ def leave_out_impossible(
 
     for trace in (model_trace, guide_trace):
         for _, site in _samples(trace):
-            site["log_prob"] = of_the_others(site["log_prob"])
+            site["log_prob"] = drop_particles(site["log_prob"])
             site["log_prob_sum"] = site["log_prob"].sum()
             if "score_parts" in site:
-                site["score_parts"] = ScoreParts(*map(of_the_others, site["score_parts"]))
+                site["score_parts"] = ScoreParts(*map(drop_particles, site["score_parts"]))
     return impossible
 
 

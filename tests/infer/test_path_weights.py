@@ -11,7 +11,7 @@ import torch
 from pyro_implicit import AutoImplicit, Implicit, InjectiveELBO, ResidualGenerator
 from pyro_implicit.infer import injective
 from pyro_implicit.infer.engine.implicit_sites import exact_score
-from pyro_implicit.infer.injective import Landing, Scores
+from pyro_implicit.infer.injective import ScoreControlVariate, ScoreRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def _double():
     torch.set_default_dtype(torch.float64)
 
 
-def learnt(guide: torch.Tensor, model: torch.Tensor) -> Landing:
-    return Landing.start(guide[0]).after(guide, model)
+def learnt(guide: torch.Tensor, model: torch.Tensor) -> ScoreControlVariate:
+    return ScoreControlVariate.start(guide[0]).after(guide, model)
 
 
 def test_share_has_the_least_variance():
@@ -33,36 +33,39 @@ def test_share_has_the_least_variance():
     squares = ((candidates.unsqueeze(-1) * guide - model) ** 2).mean(1) / model.square().mean(0)
     best = candidates[squares.sum(-1).argmin()].item()
     assert 0.35 < best < 0.75
-    assert learnt(guide, model).share().item() == pytest.approx(best, abs=1e-4)
+    assert learnt(guide, model).weight().item() == pytest.approx(best, abs=1e-4)
 
 
 @pytest.mark.parametrize("sd", [0.1, 0.5, 1.0, 2.0])
 def test_share_of_a_gaussian_is_its_variance_over_that_of_the_posterior(sd):
     z = torch.randn(1000, 2)
-    share = learnt(-z / sd, -sd * z).share().item()
+    share = learnt(-z / sd, -sd * z).weight().item()
     assert share == pytest.approx(min(sd**2, 1.0), rel=1e-9)
 
 
 def test_share_of_what_says_nothing_is_none():
     zeros, ones = torch.zeros(4, 2), torch.ones(4, 2)
-    assert Landing.start(zeros[0]).share() == 0.0
-    assert learnt(ones, zeros).share() == 0.0  # a flat model
+    assert ScoreControlVariate.start(zeros[0]).weight() == 0.0
+    assert learnt(ones, zeros).weight() == 0.0  # a flat model
     lost = torch.tensor([[torch.nan, 1.0], [torch.inf, 2.0]])
-    assert learnt(lost, lost).share() == 1.0  # what is no number is left out
-    assert learnt(ones, -ones).share() == 0.0
+    assert learnt(lost, lost).weight() == 1.0  # what is no number is left out
+    assert learnt(ones, -ones).weight() == 0.0
 
 
 def test_scores_of_rows_and_particles():
     """The loss is a mean over particles, not over a plate's rows."""
-    memory, model = {("landing", "x"): Landing.start(torch.zeros(2))}, torch.randn(5, 3, 2)
-    scores = Scores(memory, "x", num_particles=5)
+    memory, model = (
+        {("path weight", "x"): ScoreControlVariate.start(torch.zeros(2))},
+        torch.randn(5, 3, 2),
+    )
+    scores = ScoreRecorder(memory, "x", num_particles=5)
     assert scores.see(torch.ones(5, 3, 2)).equal(torch.ones(5, 3, 2))  # none is known yet
-    assert memory["landing", "x"].model.equal(torch.zeros(2))
+    assert memory["path weight", "x"].model.equal(torch.zeros(2))
     scores.guide = 2 * model
     gradient = -model / 5
     assert scores.see(gradient) is gradient
-    torch.testing.assert_close(memory["landing", "x"].model, model.square().mean((0, 1)))
-    torch.testing.assert_close(memory["landing", "x"].both, 2 * model.square().mean((0, 1)))
+    torch.testing.assert_close(memory["path weight", "x"].model, model.square().mean((0, 1)))
+    torch.testing.assert_close(memory["path weight", "x"].both, 2 * model.square().mean((0, 1)))
 
 
 def narrow(sd: float):
@@ -90,7 +93,7 @@ def test_gradient_is_the_mixture_of_path_and_plain():
     model, guide = narrow(0.6)
     elbo = InjectiveELBO(4)
     gradients(elbo, model, guide, 0)
-    (share,) = elbo.shares.values()
+    (share,) = elbo.path_weights.values()
     assert 0.1 < share < 0.9
     found = gradients(elbo, model, guide, 1)
     others = [InjectiveELBO(4, path_derivative=path) for path in (True, False)]
@@ -99,7 +102,7 @@ def test_gradient_is_the_mixture_of_path_and_plain():
     path, plain = (gradients(other, model, guide, 1) for other in others)
     for one, by_path, by_plain in zip(found, path, plain, strict=True):
         torch.testing.assert_close(one, share * by_path + (1 - share) * by_plain)
-    assert elbo.shares != {"_AutoImplicit_latent": share}  # it has learnt more
+    assert elbo.path_weights != {"_AutoImplicit_latent": share}  # it has learnt more
 
 
 @pytest.mark.parametrize("num_lost", [1, 4])
@@ -114,7 +117,7 @@ def test_draws_whose_score_overflows_have_the_plain_gradient(monkeypatch, num_lo
         return log_q, score
 
     monkeypatch.setattr(injective, "exact_score", overflowing)
-    monkeypatch.setattr(injective.Landing, "share", lambda landing: torch.tensor(0.5))
+    monkeypatch.setattr(injective.ScoreControlVariate, "weight", lambda average: torch.tensor(0.5))
     gradients(elbo, model, guide, 0)
     found, without = gradients(elbo, model, guide, 1), gradients(plain, model, guide, 1)
     if num_lost == 4:
@@ -148,12 +151,12 @@ def test_shares_are_saved_and_forgotten():
     elbo, other = InjectiveELBO(4), InjectiveELBO(4)
     gradients(elbo, model, guide, 0)
     gradients(other, model, guide, 5)
-    assert other.shares != elbo.shares
+    assert other.path_weights != elbo.path_weights
     other.set_state(elbo.get_state())
-    assert other.shares == elbo.shares
+    assert other.path_weights == elbo.path_weights
     model, guide = narrow(0.6)
     elbo.loss(model, guide)
-    assert elbo.shares == {}
+    assert elbo.path_weights == {}
 
 
 def test_a_recorded_step_takes_them_over():
@@ -164,14 +167,14 @@ def test_a_recorded_step_takes_them_over():
         for one, other in zip(*both, strict=True):
             torch.testing.assert_close(one, other)
     assert recorded.state.traced.programs.num_run > 2
-    assert recorded.shares == pytest.approx(plain.shares)
+    assert recorded.path_weights == pytest.approx(plain.path_weights)
 
 
 def test_coverage_takes_all_of_the_path():
     model, guide = narrow(0.6)
     elbo = InjectiveELBO(4, coverage=1.0)
     gradients(elbo, model, guide, 0)
-    assert elbo.shares == {}
+    assert elbo.path_weights == {}
 
 
 def test_rows_of_their_own():
@@ -191,7 +194,7 @@ def test_rows_of_their_own():
     elbo = InjectiveELBO(3)
     for size in (5, 5, 2):
         elbo.differentiable_loss(model, guide, torch.ones(size)).backward()
-    assert 0 < elbo.shares["z"] <= 1
+    assert 0 < elbo.path_weights["z"] <= 1
 
 
 def test_another_word_is_refused():
