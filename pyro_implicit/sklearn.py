@@ -8,9 +8,11 @@ The module is above ``fitting`` in the layers of the package, and not in ``nn``,
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -39,7 +41,7 @@ ACTIVATIONS = {"logistic": nn.Sigmoid, "relu": nn.ReLU, "silu": nn.SiLU, "tanh":
 
 @dataclass(eq=False, repr=False)
 class _BayesianMLP(BaseEstimator):
-    hidden_layer_sizes: Sequence[int] = (32, 32)
+    hidden_layer_sizes: int | Sequence[int] = (32, 32)
     activation: str = "relu"
     _: KW_ONLY
     prior: Prior = "fan_in"
@@ -50,8 +52,7 @@ class _BayesianMLP(BaseEstimator):
     verbose: bool = False
 
     def _make_network(self, num_inputs: int, num_outputs: int) -> nn.Module:
-        hidden = self.hidden_layer_sizes
-        sizes = (num_inputs, *([hidden] if isinstance(hidden, int) else hidden), num_outputs)
+        sizes = (num_inputs, *self._hidden(), num_outputs)
         refuse_counts(**{"sizes in hidden_layer_sizes": min(sizes)}, num_networks=self.num_networks)
         if self.activation not in ACTIVATIONS:
             raise ValueError(
@@ -62,9 +63,12 @@ class _BayesianMLP(BaseEstimator):
             layers += [nn.Linear(width, following), ACTIVATIONS[self.activation]()]
         return to_bayesian_(nn.Sequential(*layers[:-1]), self.prior)
 
+    def _hidden(self) -> list[int]:
+        return [operator.index(size) for size in np.ravel(self.hidden_layer_sizes)]
+
     def _policy(self) -> FitPolicy:
         policy = self.policy or FitPolicy()
-        if not self.hidden_layer_sizes:
+        if not self._hidden():
             return policy  # one mode: a linear model is fitted exactly
         return replace(policy, network=replace(policy.network, most_searched_weights=0))
 
@@ -162,8 +166,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     :ivar draws_: the draws of its latent variables, by site.
     :ivar n_features_in_: the number of columns of ``X``; ``feature_names_in_`` has their names if
         ``X`` was a data frame.
+    :raises TypeError: by ``fit``, for sparse matrices.
     :raises ValueError: by ``fit``, for NaN, infinite or non-numeric entries, fewer than two rows,
-        sparse matrices, and invalid arguments.
+        and invalid arguments.
     """
 
     noise: Noise | None = field(default=None, kw_only=True)
@@ -193,9 +198,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         noise: Any = self.noise
         if noise is None:
             noise = dist.Gamma(*NOISE_PRECISION)
-        elif isinstance(noise, (int, float)):
-            refuse_nonpositive(noise=noise)
-            noise = noise / float(self.target_scaler_.scale_[0])
+        elif isinstance(noise, Real):
+            refuse_nonpositive(noise=float(noise))
+            noise = float(noise) / float(self.target_scaler_.scale_[0])
         seed = self._seed()
         with seeded(seed):
             net = self._make_network(inputs.shape[1], 2 if noise == "heteroscedastic" else 1)
@@ -271,8 +276,9 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
     :ivar classes_: the labels, sorted, in the order of the columns of ``predict_proba``.
     :ivar result_: the :class:`~pyro_implicit.fitting.Fit`; ``model_``, ``draws_`` and
         ``n_features_in_`` are as for :class:`BayesianMLPRegressor`.
+    :raises TypeError: by ``fit``, for sparse matrices.
     :raises ValueError: by ``fit``, for NaN, infinite or non-numeric entries of ``X``, a single
-        class, continuous labels, sparse matrices, and invalid arguments.
+        class, continuous labels, and invalid arguments.
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
@@ -307,6 +313,14 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         """
         found = self._predict(X, interval=None)
         return torch.cat([p.probability for p in found if p.probability is not None]).cpu().numpy()
+
+    def predict_log_proba(self, X: ArrayLike) -> NDArray:
+        """Predict the logarithms of the probabilities of the classes.
+
+        :param X: inputs, ``(num_rows, num_columns)``.
+        :returns: logarithms, ``(num_rows, num_classes)``.
+        """
+        return np.log(self.predict_proba(X))
 
     def predict(self, X: ArrayLike) -> NDArray:
         """Predict the most probable class.

@@ -217,6 +217,20 @@ def test_a_class_that_the_training_part_misses_has_no_column() -> None:
     assert model.score(X, labels) <= kept.mean()
 
 
+@pytest.mark.parametrize("hidden", [np.array([2, 3]), np.int64(2), 2])
+def test_numbers_of_numpy(hidden: Any) -> None:
+    values = {"hidden_layer_sizes": hidden, "noise": np.float32(0.3), "prior": np.int64(1)}
+    model = clone(REGRESSOR).set_params(num_networks=1, **values).fit(*line())
+    widths = [len(value[0]) for name, value in model.draws_.items() if name.endswith("bias")]
+    assert widths == [*np.ravel(hidden), 1]
+
+
+def test_logarithms_of_probabilities() -> None:
+    X, y = line()
+    model = clone(CLASSIFIER).fit(X, y > y.mean())
+    assert_allclose(np.exp(model.predict_log_proba(X)), model.predict_proba(X))
+
+
 def faults() -> Iterator[tuple[Any, Any, Any, str]]:
     X, y = line()
     yield REGRESSOR, X[:1], y[:1], "1 sample.* while a minimum of 2 is required"

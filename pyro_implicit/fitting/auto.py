@@ -337,6 +337,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             stages.declare_events(target.unplated)
             target = make_target()
     except SubsampledError as error:
+        if isinstance(stages.model, NetworkModel):
+            raise ValueError(
+                f"num_data of the network is {stages.model.num_data}, but fit got fewer rows. "
+                "Cure: num_data=len(x), or batches= for minibatches"
+            ) from error
         if refine is True:
             raise ValueError(
                 "refine moves draws by gradients of all data, but the model subsamples them. Cure: "

@@ -65,6 +65,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     left = stages.limit.left(1 - policy.training_share)
     gradients = int((left if is_timed else policy.chain_seconds) / cost)
     has_chains = must_refine or gradients >= policy.least_gradients
+    least = 0 if must_refine else policy.least_gradients
     rows = None
     if stages.validation is not None:
         x, y = rows_of(model, stages.args, stages.kwargs)
@@ -78,6 +79,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     _train_ensemble(stages, model, rows, members, share)
     if rows is not None:
         _score(stages, rows.model, rows.held, stages.result.guide.get_samples())
+    _warn_of_few_steps(stages)
     if not has_chains:
         stages.result.stages[-1].outcome += (
             f"; no chains, because the time left allows {gradients} gradients of each, fewer than "
@@ -85,10 +87,19 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
         )
         return stages.result
     gradients = sys.maxsize if is_timed else max(2, min(gradients, policy.most_gradients))
-    result = _run_chains(stages, target, gradients, rows, must_refine)
+    result = _run_chains(stages, target, gradients, rows, least)
     if is_timed and rows is not None and result.refined is None and not result.interrupted:
         _train_longer(stages, rows)
     return result
+
+
+def _warn_of_few_steps(stages: Stages) -> None:
+    number = len(stages.result.losses)
+    if number < stages.policy.budget.fewest_steps and math.isfinite(stages.limit.end):
+        warn_user(
+            f"max_seconds ended the training of the networks after {number} steps: they are close "
+            "to their initial values. Cure: a larger max_seconds"
+        )
 
 
 def train_by_minibatches(stages: Stages, time_share: float) -> Fit:
@@ -216,9 +227,13 @@ def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> N
 
 
 def _run_chains(
-    stages: Stages, target: Target, gradients: int, rows: HeldOutRows | None, must_refine: bool
+    stages: Stages, target: Target, gradients: int, rows: HeldOutRows | None, least: int
 ) -> Fit:
-    """Run chains on the training rows, score them, and go on from their ends with all rows."""
+    """Run chains on the training rows, score them, and go on from their ends with all rows.
+
+    :param least: if ``max_seconds`` ends chains before so many gradients, the ensemble remains; 0
+        if the user wants chains in any case.
+    """
     # If the held-out rows are no training rows, all gradients are those of the first chains.
     result, policy = stages.result, stages.policy.network
     starts, is_trial = result.guide.get_samples(), stages.validation is None
@@ -232,9 +247,15 @@ def _run_chains(
             return result
         _score(stages, rows.model, rows.held, found)
         scores = list(result.held_out.values())
-        if is_worse(scores[-1], scores[0], policy) and not must_refine:
-            line = result.stages[-1]
-            line.outcome += "; significantly worse than the ensemble, which stays the result"
+        fewest = round(share * least)
+        if _is_short(found, fewest):
+            fault = f"fewer than {fewest} gradients: the ensemble stays the result"
+        elif is_worse(scores[-1], scores[0], policy) and least:
+            fault = "significantly worse than the ensemble, which stays the result"
+        else:
+            fault = ""
+        if fault:
+            result.stages[-1].outcome += f"; {fault}"
             result.held_out["ensemble"] = result.held_out.pop("ensemble")  # the result's is last
             return result
         result.refined = found
@@ -243,10 +264,20 @@ def _run_chains(
         starts = {name: value[:, -1] for name, value in found.samples.items()}
         gradients -= trial
     if rows is None or is_trial:
-        result.refined = _walk(stages, "mclmc", target, starts, gradients) or result.refined
+        found = _walk(stages, "mclmc", target, starts, gradients)
+        if found is not None and rows is None and _is_short(found, least):
+            outcome = f"; fewer than {least} gradients: the ensemble stays the result"
+            result.stages[-1].outcome += outcome
+        elif found is not None:
+            result.refined = found
     if stages.teaches and result.refined is not None:
         _distil(stages, target, result.refined, rows)
     return result
+
+
+def _is_short(chains: Refined, least: int) -> bool:
+    """Return whether ``max_seconds`` ended chains too early to replace the ensemble."""
+    return chains.stopped == "max_seconds" and chains.num_gradients < least
 
 
 def _distil(stages: Stages, target: Target, chains: Refined, rows: HeldOutRows | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, TypeAlias, cast
 
 import pyro.distributions as dist
@@ -15,6 +16,7 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from pyro_implicit.nn.policy import FAN_IN_GAIN
 
@@ -87,8 +89,9 @@ def to_bayesian_(
     :returns: ``module`` itself, now a :class:`~pyro.nn.module.PyroModule`.
     :raises TypeError: for a prior of another kind.
     :raises ValueError: for a prior of another shape, an unknown name, parameters that several
-        modules share, lazy parameters without a shape, and a module that has Pyro's sites already.
-        The module is then unchanged.
+        modules share, lazy parameters without a shape, embeddings with ``padding_idx``,
+        parametrised layers (such as spectral normalisation), and a module that has Pyro's sites
+        already. The module is then unchanged.
 
     The priors follow the module's dtype and device after ``module.to(...)``. A call inside a plate
     raises ``ValueError``, because it would draw weights for each element of the plate.
@@ -124,6 +127,8 @@ def to_bayesian_(
             is_named = isinstance(prior, Mapping) and bool(find_key(prior, name))
             keep = isinstance(owner, NORMALIZATION) and not (normalization or is_named)
             priors[name] = None if keep else make_prior(prior, owner, name, parameter)
+            if priors[name] is not None and not is_named:
+                _refuse_hidden_meaning(prefix, owner)
     refuse_unknown_keys(prior, list(priors))
     scaled = {
         name
@@ -188,6 +193,24 @@ def _describe(prefix: str, owner: nn.Module) -> str:
     return f"submodule '{prefix}'" if prefix else f"the module ({type(owner).__name__})"
 
 
+def _refuse_hidden_meaning(prefix: str, owner: nn.Module) -> None:
+    """Refuse parameters of which torch makes something else than their values say."""
+    if getattr(owner, "padding_idx", None) is not None:
+        raise ValueError(
+            f"{_describe(prefix, owner)} has padding_idx={owner.padding_idx}: torch cuts the "
+            "gradient of that row, which would become a latent variable. Cure: padding_idx=None, "
+            f'or prior={{"": "fan_in", "{prefix}": None}}, which leaves the layer as it is'
+        )
+    if isinstance(owner, ParametrizationList):
+        layer, _, weight = prefix.rpartition(".parametrizations.")
+        raise ValueError(
+            f"'{weight}' of layer '{layer}' is parametrised ({type(owner[0]).__name__}): a prior "
+            "on the tensors behind it is not one on the weights. Cure: "
+            f"torch.nn.utils.parametrize.remove_parametrizations(layer, '{weight}'), or a prior "
+            f"by name, prior={{'{prefix}': ...}}"
+        )
+
+
 PriorFunction = Callable[[str, nn.Parameter], dist.TorchDistribution | None]
 OnePrior: TypeAlias = float | str | dist.TorchDistribution | PriorFunction | None
 Prior: TypeAlias = OnePrior | Mapping[str, OnePrior]
@@ -233,10 +256,11 @@ def make_prior(
         raise ValueError(
             f'prior must be "fan_in", "hierarchical" or "moped" if it is a word, but got {prior!r}'
         )
-    elif isinstance(prior, (int, float)):
-        if not prior > 0:
+    elif isinstance(prior, Real):
+        sd = float(prior)
+        if not sd > 0:
             raise ValueError(f"a number as prior is a standard deviation above 0, but got {prior}")
-        distribution = dist.Normal(parameter.new_tensor(0.0), parameter.new_tensor(prior))
+        distribution = dist.Normal(parameter.new_tensor(0.0), parameter.new_tensor(sd))
     elif isinstance(prior, torch.distributions.Distribution):
         distribution = prior
     elif callable(prior):

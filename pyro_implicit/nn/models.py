@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Literal, TypeAlias
 
 import pyro
@@ -180,7 +181,7 @@ class _Numbers(PyroModule):
                     f"the prior of the precision must be of scalars, but {noise} is of shape "
                     f"{tuple(noise.shape())}"
                 )
-        elif not (noise in known if isinstance(noise, str) else isinstance(noise, (int, float))):
+        elif not (noise in known if isinstance(noise, str) else isinstance(noise, Real)):
             raise TypeError(
                 'noise must be a number, "learn", "half_normal", "heteroscedastic" or a '
                 f"distribution of the precision, but got {noise!r}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from pyro_implicit import AutoEnsemble, fit
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import Fit, FitPolicy, NetworkPolicy, network_fit, training
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, NetworkPolicy, network_fit, training
 from pyro_implicit.fitting.network_fit import affordable_members, is_worse, split_rows
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
@@ -364,6 +364,42 @@ def test_chains_that_predict_worse_are_rejected(linear, monkeypatch):
     assert fit(model, "auto", x, y, refine=True, **options).refined is not None
 
 
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_chains_that_time_ends_early_are_rejected(linear, monkeypatch, has_rows):
+    """The ensemble stays, whatever the plan promised."""
+    original = network_fit.refine_target
+
+    def refine_target(sampler, number, gradients, **options):
+        return replace(original(sampler, number, 40, **options), stopped="max_seconds")
+
+    monkeypatch.setattr(network_fit, "refine_target", refine_target)
+    model, x, y = linear
+    network = replace(SHORT, least_gradients=2000, least_held_out=1 if has_rows else 10**6)
+    options = {"policy": FitPolicy(network=network), "seed": 0, "progress": False}
+    result = fit(model, "auto", x, y, max_seconds=20.0, **options)
+    assert result.refined is None and result.chosen == "ensemble"
+    assert f"fewer than {500 if has_rows else 2000} gradients: the ensemble stays" in str(result)
+
+
+def test_hardly_any_training_is_named(linear, monkeypatch):
+    original = Stages.train_alone
+
+    def train_alone(self, name, guide, loss, time_share, num_steps, **options):
+        return original(self, name, guide, loss, time_share, num_steps=3, **options)
+
+    monkeypatch.setattr(Stages, "train_alone", train_alone)
+    model, x, y = linear
+    options = {"policy": FitPolicy(network=replace(SHORT, least_gradients=10**15))}
+    with pytest.warns(UserWarning, match="after 3 steps.*Cure: a larger max_seconds"):
+        fit(model, "auto", x, y, max_seconds=20.0, seed=0, progress=False, **options)
+
+
+def test_fewer_rows_than_num_data_are_refused(linear):
+    model, x, y = linear
+    with pytest.raises(ValueError, match=r"num_data of the network is .*Cure: num_data=len\(x\)"):
+        fit(model, "auto", x[:-1], y[:-1], progress=False)
+
+
 @pytest.mark.parametrize("falls", [False, True])
 def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, falls):
     """It goes on from its best step, and is better than before or stays."""
@@ -384,9 +420,10 @@ def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, fall
 
     monkeypatch.setattr(Stages, "train_alone", train_alone)
     monkeypatch.setattr(network_fit, "_walk", walk)
+    monkeypatch.setattr(network_fit, "_is_short", lambda *args: False)
     monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
     model, x, y = linear
-    policy = FitPolicy(network=SHORT)
+    policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
     result = fit(model, "auto", x, y, max_seconds=600.0, seed=0, progress=False, policy=policy)
     names = [stage.name for stage in result.stages]
     assert names == ["ensemble", "mclmc, held out", "ensemble, longer"]
@@ -418,7 +455,8 @@ def test_without_time_for_chains_the_ensemble_sees_all_rows(
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
     model, x, y = linear
     network = replace(SHORT, least_gradients=least_gradients, most_rows=rows, batch_rows=20)
-    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=network), "num_steps": 20}
+    policy = FitPolicy(network=network, budget=BudgetPolicy(fewest_steps=0))
+    options = {"seed": 0, "progress": False, "policy": policy, "num_steps": 20}
     result = fit(model, "auto", x, y, max_seconds=60.0, **options)
     if least_gradients == 1:
         assert list(result.held_out) == ["ensemble"] and seen == [(SHORT.training_share, 20)]
@@ -508,8 +546,10 @@ def test_ctrl_c_in_a_longer_training_returns_the_first_ensemble(linear, monkeypa
     monkeypatch.setattr(Stages, "train_alone", train_alone)
     monkeypatch.setattr(network_fit, "_walk", lambda *args: args[3])
     monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
+    monkeypatch.setattr(network_fit, "_is_short", lambda *args: False)
     model, x, y = linear
-    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=SHORT)}
+    policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
+    options = {"seed": 0, "progress": False, "policy": policy}
     result = fit(model, "auto", x, y, max_seconds=600.0, **options)
     assert result.interrupted and result.guide.members.equal(seen[0])
     assert result.chosen == "ensemble"

@@ -308,6 +308,10 @@ def with_a_site() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), net)
 
 
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)))
+
+
 ERRORS = [
     (tied, "fan_in", ValueError, "'0.weight' and '1.weight' are one tensor.*Cure: untie them"),
     (shared, "fan_in", ValueError, "'0.weight' and '2.weight' are one tensor"),
@@ -324,6 +328,13 @@ ERRORS = [
         ValueError,
         "'weight' has no shape yet.*Cure: run the module",
     ),
+    (
+        partial(nn.Embedding, 6, 3, padding_idx=0),
+        "fan_in",
+        ValueError,
+        r"the module \(Embedding\) has padding_idx=0.*Cure: padding_idx=None",
+    ),
+    (spectral, "fan_in", ValueError, "'weight' of layer '0' is parametrised .*Cure: torch.nn.util"),
     (mlp, -1.0, ValueError, "standard deviation above 0, but got -1.0"),
     (mlp, "normal", ValueError, '"fan_in", "hierarchical" or "moped" .*but got \'normal\''),
     (mlp, [1.0], TypeError, "prior must be a number, .*but got list"),
@@ -348,6 +359,12 @@ def test_errors(make, prior, kind, message) -> None:
     with pytest.raises(kind, match=message):
         to_bayesian_(net, prior)
     assert [type(part) for part in net.modules()] == before
+
+
+def test_an_embedding_with_padding_may_stay_as_it_is() -> None:
+    net = nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 1))
+    to_bayesian_(net, {"0": None})
+    assert list(latents(net, torch.zeros(2, dtype=torch.long))) == ["1.weight", "1.bias"]
 
 
 # --- with guides ----------------------------------------------------------------------------------
