@@ -130,7 +130,7 @@ class Marginal:
 
     @torch.enable_grad()
     def _is_quadratic(self, rest: Tensor) -> bool:
-        """Whether the density is a quadratic function of the integrated sites, as far as seen.
+        """Return whether the density is quadratic in the integrated sites, as far as seen.
 
         Value, gradient and Hessian at random points, near and far, must be those of one quadratic
         function. The Hessian alone is blind to kinks, and the gradient to jumps.
@@ -657,7 +657,7 @@ def _units(index: Tensor, size: int) -> Tensor:
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float, shapes: dict[str, torch.Size]) -> bool:
-    """Whether vectors agree, compared with the largest element of each site."""
+    """Return whether vectors agree, compared with the largest element of each site."""
     if not (one.isfinite().all() and other.isfinite().all()):
         return False
     other = other.expand_as(one)

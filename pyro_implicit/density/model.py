@@ -67,7 +67,7 @@ class Model:
     """A Pyro model with its data, to be run at given values of its latent variables.
 
     :param model: the Pyro model.
-    :param args: its arguments, as ``kwargs``.
+    :param args: its positional arguments; ``kwargs`` are keyword arguments.
     :param latents: the sites whose values will be given, and subsampled indices that are fixed.
     :param discrete: the sum over discrete latent variables, if any.
     :ivar is_wide: whether values of latent variables are converted to double precision.

@@ -108,7 +108,7 @@ class Target:
     :param model: a model of fixed structure, with all its data: nothing is subsampled (see
         :meth:`of_minibatches`). Discrete latent variables that Pyro can enumerate are summed out,
         as in Pyro's NUTS.
-    :param args: of the model, as ``kwargs``.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param init_loc_fn: determines ``init_loc``, see Pyro's :ref:`autoguide-initialization`. Flat
         priors that it cannot initialise get 0. If the model raises an error there, ``init_loc`` is
         a draw of the prior.
@@ -833,7 +833,7 @@ def _bijection(name: str, site: Site) -> Any:
 
 
 def _is_drawn(site: Site) -> bool:
-    """Whether a site is a discrete latent variable, which is drawn from its prior."""
+    """Return whether a site is a discrete latent variable, which is drawn from its prior."""
     if not is_discrete_latent(site):
         return False
     if is_flat(site["fn"]):

@@ -126,7 +126,7 @@ def diagnose(
     :param guide: a fitted guide of the model; or draws, a dict ``(num_draws, *site_shape)`` by
         site; or the result of :func:`~pyro_implicit.refine`, of an ``MCMC`` or of
         :func:`~pyro_implicit.fit`. Draws have no density; settled chains of ``refine`` need none.
-    :param args: the arguments of both, as ``kwargs``.
+    :param args: positional arguments of both; ``kwargs`` are keyword arguments.
     :param num_samples: the number of draws, by default 2,000, or as many independent draws as
         stored draws are worth.
         Stein's identities use five times as many draws of guides that draw in parallel.

@@ -57,7 +57,7 @@ class ReferenceCheck:
     unsearched: str = ""
 
     def is_worse(self, policy: ComparePolicy = COMPARE) -> bool:
-        """Whether the reference lacks mass that the guide has."""
+        """Return whether the reference lacks mass that the guide has."""
         return self.missing is not None and self.missing > policy.least_mass
 
     def faults(self, policy: ComparePolicy = COMPARE) -> Iterator[str]:

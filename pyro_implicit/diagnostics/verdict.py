@@ -464,7 +464,7 @@ def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
 
 
 def has_power(check: MomentCheck, policy: VerdictPolicy = VERDICT) -> bool:
-    """Whether a check would have seen every error that leads to "do not trust"."""
+    """Return whether a check would have seen every error that leads to "do not trust"."""
     mean, sd = check.resolution
     return mean <= policy.mean.distrust and sd <= policy.sd.distrust
 

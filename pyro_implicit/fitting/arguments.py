@@ -145,7 +145,7 @@ def common_seed() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process shows progress."""
+    """Return whether this process shows progress."""
     return num_processes() == 1 or distributed.get_rank() == 0
 
 

@@ -167,7 +167,7 @@ def fit(
 
     :param model: a Pyro model.
     :param guide: ``"auto"``, or a guide that is trained in place.
-    :param args: arguments of the model; ``kwargs`` likewise.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param batches: minibatches, for instance a ``DataLoader``: tuples of the arguments that follow
         ``args``, or single arguments. The model scales each to all data by
         ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. The guide is an

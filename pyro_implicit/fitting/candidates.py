@@ -89,7 +89,7 @@ class Candidate:
         return self.log_weights.mean
 
     def falls_short(self, other: Candidate, tie: float = DEFAULT.choice.tie) -> bool:
-        """Whether the bound is lower than that of another candidate.
+        """Return whether the bound is lower than that of another candidate.
 
         :param other: the other candidate.
         :param tie: nats by which it must be lower; two standard errors of the difference, if these
@@ -126,7 +126,7 @@ def exact_guide(
 
     :param model: a Pyro model.
     :param modes: the result of :func:`~pyro_implicit.density.find_modes`.
-    :param args: arguments of the model; ``kwargs`` likewise.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :returns: an :class:`AutoImplicit`; for several modes an :class:`AutoMixture` with equal
         weights.
     """
@@ -156,7 +156,7 @@ def semi_implicit_guide(
 
     :param model: a Pyro model.
     :param frame: its initial location and scale.
-    :param args: arguments of the model; ``kwargs`` likewise.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     """
     return set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
 
@@ -536,7 +536,7 @@ def gaussian_guide(
     :param model: a Pyro model.
     :param loc: the mean in unconstrained space, ``(latent_dim,)``.
     :param scale_tril: the Cholesky factor of the covariance, ``(latent_dim, latent_dim)``.
-    :param args: arguments of the model; ``kwargs`` likewise.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param model_kwargs: keyword arguments of the model that have the name of an argument here.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}

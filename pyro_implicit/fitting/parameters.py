@@ -287,7 +287,7 @@ def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
 def are_all_of_guide(
     guide: Callable[..., Any], parameters: dict[str, Tensor], args: Any, kwargs: Any
 ) -> bool:
-    """Whether all parameters are the guide's, and none the model's."""
+    """Return whether all parameters are the guide's, and none the model's."""
     with poutine.block(), poutine.trace(param_only=True) as capture:
         guide(*args, **kwargs)
     own = {id(unconstrained(site)) for _, site in _params(capture.trace)}

@@ -74,7 +74,7 @@ class Schedule:
     first_look: int = 20
 
     def is_look(self, num_steps: int) -> bool:
-        """Whether a training that may end early is judged after a number of steps."""
+        """Return whether a training that may end early is judged after a number of steps."""
         ratio, rest = divmod(num_steps, self.first_look)
         return rest == 0 and ratio & (ratio - 1) == 0
 
@@ -90,7 +90,7 @@ class Schedule:
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
     def stands_still(self, losses: list[float]) -> bool:
-        """Whether the smoothed loss has stopped falling; False except at the end of a window."""
+        """Return whether the smoothed loss no longer falls; False before the end of a window."""
         if not self.plateau or len(losses) % self.window or len(losses) < 4 * self.window:
             return False
         windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
@@ -100,7 +100,7 @@ class Schedule:
         return bool(means[-2:].mean() > means[:-2].min() - error)
 
     def is_exact(self, losses: list[float], num_particles: int) -> bool:
-        """Whether the loss of an exact guide shows that it agrees with the posterior."""
+        """Return whether the loss of an exact guide shows that it agrees with the posterior."""
         if len(losses) % self.gap_window or not losses:
             return False
         spread = torch.tensor(losses[-self.gap_window :], dtype=torch.float64).var()
@@ -427,7 +427,7 @@ class CorrectionPolicy:
     least_proposals: int = 1000
 
     def confirms(self, weights: LogWeights, efficiency: float) -> bool:
-        """Whether more weights confirm the accepted ones.
+        """Return whether more weights confirm the accepted ones.
 
         Their k-hat may be larger, as it varies between samples, but must be reliable; a region that
         the first draws missed lowers the effective sample size.
@@ -439,7 +439,7 @@ class CorrectionPolicy:
         return self.accepts(weights) or (agrees and weights.khat < self.max_khat_of_near)
 
     def accepts(self, weights: LogWeights) -> bool:
-        """Whether draws can be resampled by these weights.
+        """Return whether draws can be resampled by these weights.
 
         Between the two effective sample sizes, the limit of k-hat rises in proportion.
 
@@ -452,7 +452,7 @@ class CorrectionPolicy:
         return weights.khat < self.max_khat + min(1.0, share) * rise
 
     def are_even(self, weights: LogWeights) -> bool:
-        """Whether the weights are so even that training may end: the tail has little mass.
+        """Return whether the weights are so even that training may end: the tail has little mass.
 
         :param weights: log-weights of the guide's draws.
         """
@@ -566,7 +566,7 @@ class HierarchyPolicy:
     num_draws: int = 8192
 
     def accepts(self, weights: LogWeights) -> bool:
-        """Whether draws can be resampled by these weights.
+        """Return whether draws can be resampled by these weights.
 
         :param weights: log-weights of the draws.
         """

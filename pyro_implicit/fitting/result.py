@@ -160,7 +160,7 @@ class Fit(Printed):
         """Draw from the posterior: refined or corrected draws if available, else from the guide.
 
         :param num_samples: the number of draws; refined draws repeat only after all were returned.
-        :param args: arguments of a hand-written guide; ``kwargs`` likewise.
+        :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
         :param corrected: whether to resample four draws of a guide with an exact density to one, by
             Pareto-smoothed importance weights; by default if ``correction`` is set.
         :returns: by site, ``(num_samples, *site_shape)``.

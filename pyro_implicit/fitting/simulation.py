@@ -638,7 +638,8 @@ def fit_simulator(
 
     :param model: a Pyro model with proper priors and continuous latents; its observed sites are
         drawn anew. Data must reach it by ``obs=`` alone.
-    :param args: arguments of the model with the observed data; ``kwargs`` likewise.
+    :param args: positional arguments of the model with the observed data; ``kwargs`` are keyword
+        arguments.
     :param sites: the latents of interest, by default all. The posterior averages over the others,
         which may be discrete.
     :param num_simulations: the number of runs of the model, in all rounds together.

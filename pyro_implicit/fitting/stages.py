@@ -400,7 +400,7 @@ class Stages:
     def lacks_time_to_train(
         self, target: Target, guide: Any, loss: Trace_ELBO, number: int = 1
     ) -> bool:
-        """Whether ``max_seconds`` leaves no time for a few steps of so many guides."""
+        """Return whether ``max_seconds`` leaves no time for a few steps of so many guides."""
         if math.isinf(self.limit.end):
             return False
         budget = self.policy.budget
@@ -448,7 +448,7 @@ def still_falls(
     decay: float = Schedule.decay,
     least_fall: float = DEFAULT.training.least_fall,
 ) -> bool:
-    """Whether the loss was falling when the learning rate began to fall.
+    """Return whether the loss was falling when the learning rate began to fall.
 
     Compares the last quarter of the steps at the full rate with the quarter before; later steps say
     nothing, because the loss falls with the rate. The difference of the medians must exceed three
@@ -554,7 +554,7 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
 
 
 def _chains_are_cheaper(stages: Stages, target: Target, guide: Any, efficiency: float) -> bool:
-    """Whether chains from a Gaussian cost less than a training.
+    """Return whether chains from a Gaussian cost less than a training.
 
     :param efficiency: the effective sample size of its importance weights, as a share. A guide that
         is near the posterior needs few steps.

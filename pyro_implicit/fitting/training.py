@@ -117,7 +117,7 @@ def train(
     :param model: a Pyro model.
     :param guide: any guide of the model.
     :param loss: an ELBO of Pyro or of this library.
-    :param args: arguments of model and guide; ``kwargs`` likewise.
+    :param args: positional arguments of model and guide; ``kwargs`` are keyword arguments.
     :param batches: minibatches; each is the arguments that follow ``args`` in one step.
     :param held_out: rows that are scored after each epoch, or after ``held_out.interval`` steps.
         Training ends after five scores without a better one, and restores the parameters of the
@@ -328,7 +328,7 @@ def default_loss(
 
     :param guide: a guide; an :class:`AutoImplicit` that was never called is called once.
     :param num_particles: the number of particles of the ELBO.
-    :param args: arguments of the model; ``kwargs`` likewise.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param model_kwargs: keyword arguments of the model that have the name of an argument here.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}

@@ -145,7 +145,7 @@ def find_frame(
     :param model: a Pyro model with continuous latents and fixed structure.
     :param init_loc_fn: initial values of the climb.
     :param device: device of the latent variables.
-    :param args: arguments of the model, as ``kwargs``.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :returns: None for a part of a model (``poutine.block``), which has no density, and for a model
         whose density raises an error.
     :warns UserWarning: if the density raises an error.

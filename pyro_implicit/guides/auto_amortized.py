@@ -202,7 +202,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         """Draw all latents, with local latents of the rows in these arguments, which may be new.
 
         :param num_samples: number of draws.
-        :param args: arguments of the model, as ``kwargs``.
+        :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
         :returns: by site, ``(num_samples, *site_shape)``.
         """
         with poutine.block():
@@ -269,7 +269,7 @@ class RowData:
 
     :param plate: the plate.
     :param index: indices of the rows; an argument that equals them is left out.
-    :param args: arguments of the model, as ``kwargs``.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     """
 
     def __init__(

@@ -75,8 +75,8 @@ class AutoHierarchical:
         """Draw all latent variables, with those of the groups in these arguments.
 
         :param num_samples: the number of draws.
-        :param args: arguments of the model, as ``kwargs``; without any, only the global latent
-            variables are drawn.
+        :param args: positional arguments of the model; ``kwargs`` are keyword arguments. Without
+            any, only the global latent variables are drawn.
         :returns: by site, ``(num_samples, *site_shape)``.
         :raises RuntimeError: for a loaded guide without its model.
         """

@@ -395,7 +395,7 @@ def evidence_bound(
         :class:`~pyro_implicit.Implicit` ones whose generator is injective with as many values as
         noise, as :class:`~pyro_implicit.AutoregressiveGenerator`. What :func:`~pyro_implicit.fit`
         returned stands for its ``guide``.
-    :param args: of model and guide, as ``kwargs``.
+    :param args: positional arguments of model and guide; ``kwargs`` are keyword arguments.
     :param num_samples: draws of the guide.
     :param num_mixing: S, for each draw and site; the bound rises with it.
     :param proposal: ``"linearized"``: the Gaussian posterior of the noise when the generator is

@@ -394,7 +394,7 @@ class WindowedChains(Chains):
         return "converged" if is_enough or is_spent else None
 
     def _is_good(self) -> bool:
-        """Whether chains that were extended may end before their budget does."""
+        """Return whether chains that were extended may end before their budget does."""
         drift, limits = self.last_drift, self.policy.stopping
         return drift is not None and drift.is_usable(limits) and drift.r_hat <= limits.strict_r_hat
 
@@ -522,7 +522,7 @@ class WindowedChains(Chains):
         return chains
 
     def _ends_early(self) -> bool:
-        """Whether the window ends now, because the warm-up has had its share of the budget."""
+        """Return whether the window ends now, as the warm-up has had its share of the budget."""
         gradients, seconds, _ = self._began
         share = (self.gradients - gradients) / (self.max_gradients - gradients)
         if self.max_seconds is not None:
@@ -642,7 +642,7 @@ class SeparateChains(WindowedChains):
         return self.adaptation  # the kernel's transitions have few gradients
 
     def _ends_early(self) -> bool:
-        """Whether a window ends early, so that the warm-up has several and ends in time."""
+        """Return whether a window ends early, so that the warm-up has several and ends in time."""
         share = self._warmed()
         return share >= 1 or share - self._last_share >= self.policy.mclmc.longest_window
 

@@ -234,7 +234,7 @@ def density_at_draws(
 
     :param guide: a guide that was called before.
     :param draws: constrained values by site, ``(num_draws, *site_shape)``.
-    :param args: arguments of the guide, as ``kwargs``.
+    :param args: positional arguments of the guide; ``kwargs`` are keyword arguments.
     :raises ValueError: for a guide without a density at these draws.
     """
     who = type(guide).__name__

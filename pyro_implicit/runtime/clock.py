@@ -33,5 +33,5 @@ class TimeLimit:
         return left if math.isfinite(left) else None
 
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """Return whether no time is left."""
         return time.perf_counter() >= self.end

@@ -306,7 +306,7 @@ def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Te
 
 
 def survives(value: Tensor, support: constraints.Constraint) -> bool:
-    """Whether values return from unconstrained space, up to rounding: they are in the support.
+    """Return whether values come back from unconstrained space: they are in the support.
 
     **Example:**
 

@@ -42,7 +42,7 @@ def explain(
 
     :param error: the error that the model raised.
     :param model: a Pyro model.
-    :param args: of the model, as ``kwargs``.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     """
     try:
         inspect.signature(model).bind(*args, **kwargs)
@@ -79,7 +79,7 @@ def describe_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
     >>> describe_arrays((np.zeros(2), torch.zeros(2)), {"y": [1.0]})
     ("argument 1 is a NumPy array and argument 'y' is a list", 'torch.as_tensor of these arguments')
 
-    :param args: of the model, as ``kwargs``.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :returns: in words; the first is empty if there are none.
     """
     kinds = {name: _array_kind(value) for name, value in _named(args, kwargs)}
@@ -331,7 +331,7 @@ def warn_of_missing_data(
     It looks like data if no other site depends on it, and the model has arguments or misses one.
 
     :param trace: of the model.
-    :param args: of the model, as ``kwargs``.
+    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :warns UserWarning: naming site, plate and number of latent variables.
     """
     if any(is_data(site) for site in trace.nodes.values()):

@@ -689,7 +689,7 @@ def conditional_noise(
 
 
 def is_too_late(target: Target, limit: TimeLimit, policy: SpacePolicy = DEFAULT.space) -> bool:
-    """Whether the analysis of the conditional space takes more than a share of the time left."""
+    """Return whether the conditional space takes more than a share of the time left to analyse."""
     if math.isinf(limit.end):
         return False
     # A law is fitted to second derivatives, each of which takes two gradients.
