@@ -72,7 +72,8 @@ class ArvizExport:
         :param prior: the number of draws of the prior, exported with the data that they predict.
         :param num_chains: the maximal number of chains; fewer than ``num_chains`` draws are left
             out. None exports all chains separately.
-        :param coords: coordinates of dimensions, as for ArviZ's ``from_dict``.
+        :param coords: coordinates of dimensions, as for ArviZ's ``from_dict``. A slash in the name
+            of a site becomes a dot.
         :param dims: names of the dimensions of sites, likewise.
         :param model_kwargs: keyword arguments of the model of any name.
         :raises ImportError: without ArviZ.
@@ -210,15 +211,20 @@ def as_datatree(
     """
     arviz = import_arviz()
     arrays = {
-        group: {name: value.detach().cpu().numpy() for name, value in values.items()}
+        group: {_in_tree(name): value.detach().cpu().numpy() for name, value in values.items()}
         for group, values in groups.items()
     }
+    dims = None if dims is None else {_in_tree(name): value for name, value in dims.items()}
     # Many short chains are meant: no warning of more chains than draws.
     if not _is_old(arviz):
         return arviz.from_dict(arrays, coords=coords, dims=dims, check_conventions=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "More chains")
         return arviz.from_dict(**arrays, coords=coords, dims=dims).to_datatree()
+
+
+def _in_tree(name: str) -> str:
+    return name.replace("/", ".")  # in a DataTree a slash separates groups
 
 
 def as_inferencedata(tree: Any) -> Any:

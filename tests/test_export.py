@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pyro_implicit.density import SubsampledError
-from pyro_implicit.export import joined
+from pyro_implicit.export import as_datatree, joined
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc import Refined
@@ -74,6 +74,13 @@ def test_groups_of_a_guide():
     }
     named = stored(50).to_datatree(3, dims={"free": ["pair"]}, coords={"pair": ["a", "b"]})
     assert named["posterior"]["free"].sel(pair="b").shape == (1, 3)
+
+
+def test_names_with_a_slash():
+    """Those of ``pyro.contrib.autoname.scope``; in a DataTree a slash separates groups."""
+    draws = {"school/mu": torch.randn(1, 20, 2)}
+    tree = as_datatree({"posterior": draws}, dims={"school/mu": ["pair"]})
+    assert tree["posterior"]["school.mu"].dims[-1] == "pair"
 
 
 def test_predictions_are_drawn_anew():

@@ -75,7 +75,9 @@ def find_modes(
     :param max_gap: modes whose ELBO is so many nats below the best one are dropped.
     :param max_seconds: of wall time, after the first step of all paths. A search that it ends is
         not reproducible.
-    :param starts: further initial points of the first round, ``(n, latent_dim)``.
+    :param starts: further initial points of the first round, ``(n, latent_dim)``. Of ten fixed
+        points near the origin of unconstrained space, those that are more probable than all draws
+        of the prior are added, which may be too vague.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or
@@ -93,8 +95,8 @@ def find_modes(
     refuse_nonpositive(max_seconds=max_seconds)
     deadline = time.perf_counter() + max_seconds
     given = [] if starts is None else [starts[starts.isfinite().all(-1)]]
-    drawn = target.sample_prior(num_starts - 1)
-    starts = torch.cat([target.init_loc.unsqueeze(0), drawn, *given])
+    drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
+    starts = torch.cat([drawn, _beyond_the_prior(target, drawn), *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_draws
@@ -123,6 +125,19 @@ def find_modes(
                 break
             starts = target.sample_prior(num_starts)
     return modes
+
+
+def _beyond_the_prior(target: Target, drawn: Tensor) -> Tensor:
+    """Return points near the origin at which the log-density exceeds that at all draws.
+
+    Draws of a prior such as N(0, 1000^2) or Gamma(.001, .001) are so far away that no path reaches
+    the posterior.
+    """
+    generator = torch.Generator().manual_seed(0)  # the caller's stream does not advance
+    unit = torch.rand(SEARCH.num_near, target.latent_dim, generator=generator).to(drawn)
+    near = SEARCH.near_width * (2 * unit - 1)
+    highest = finite_log_prob(target, drawn).amax()
+    return near[finite_log_prob(target, near) > highest]
 
 
 def seconds_of_climb(target: Target) -> float:

@@ -165,6 +165,13 @@ class SearchPolicy:
     #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
 
+    #: Points near the origin of unconstrained space, from which paths begin if all draws of the
+    #: prior are less probable.
+    num_near: int = 10
+
+    #: Half the width of the cube of these points, as in Stan and NumPyro.
+    near_width: float = 2.0
+
     #: Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25.
     num_draws: int = 16
 
