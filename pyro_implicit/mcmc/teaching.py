@@ -39,7 +39,7 @@ class Taught:
     seconds: float
 
     def __str__(self) -> str:
-        return f"log q of held-out draws {self.before:.3f} to {self.after:.3f}"
+        return f"log q of held-out draws {self.before:.6g} to {self.after:.6g}"
 
 
 @in_turn

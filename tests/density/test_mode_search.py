@@ -225,9 +225,8 @@ def test_a_prior_whose_draws_are_all_far_away(seed):
     modes = find_modes(Target(model))
     residual = y - 10 * (x @ modes.loc[0].to(x)).sigmoid()
     assert len(modes.loc) == 1
-    assert (
-        x.mT @ residual
-    ).abs().max() < 3.0  # half an sd; 31 to 46 at the ends of all other paths
+    # Half an sd; without these starts paths end at 31 to 46.
+    assert (x.mT @ residual).abs().max() < 3.0
 
 
 def test_no_start_with_a_density():
