@@ -93,6 +93,9 @@ def to_bayesian_(
         parametrised layers (such as spectral normalisation), and a module that has Pyro's sites
         already. The module is then unchanged.
 
+    Parameters with a prior leave ``module.state_dict()``: load pretrained weights before this call,
+    and save guides or draws afterwards.
+
     The priors follow the module's dtype and device after ``module.to(...)``. A call inside a plate
     raises ``ValueError``, because it would draw weights for each element of the plate.
 

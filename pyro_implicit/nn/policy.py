@@ -13,6 +13,7 @@ __all__ = [
     "LEAST_NOISE",
     "NOISE_PRECISION",
     "ROWS_AT_ONCE",
+    "TARGETS_PER_DRAW",
 ]
 
 #: Standard deviation of the prior ``"fan_in"`` times the root of the fan-in. With 1, draws of the
@@ -34,5 +35,7 @@ ACTIVATIONS_PER_INPUT = 32
 #: Concentration and rate of the gamma prior of the noise's precision in scikit-learn estimators,
 #: for targets of unit scale: standard deviations between 0.18 and 1.4 in 90 % of prior draws.
 NOISE_PRECISION = (1.0, 0.1)
+#: Targets for each posterior draw whose quantiles are an interval of a distribution without cdf.
+TARGETS_PER_DRAW = 20
 #: Rows of one minibatch when scikit-learn estimators predict; bounds memory.
 ROWS_AT_ONCE = 1000

@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_implicit.nn.policy import TARGETS_PER_DRAW
 from pyro_implicit.runtime.messages import first_line, short_repr
 from pyro_implicit.runtime.sites import without_mask
 
@@ -40,8 +41,8 @@ class Prediction:
     :ivar log_prob: Log-density of given targets, ``(batch,)``.
     :ivar pit: Predictive distribution function at given numbers, of the shape of ``mean``; uniform
         if predictions are calibrated.
-    :ivar interval: Lower and upper end of the central interval, ``(2, *mean.shape)``; None for a
-        distribution without ``cdf``, such as ``StudentT``.
+    :ivar interval: Lower and upper end of the central interval, ``(2, *mean.shape)``; by quantiles
+        of drawn targets for a distribution without ``cdf``, such as ``StudentT`` and ``Poisson``.
     :ivar draws: One target for each posterior draw, ``(num_samples, batch)`` or ``(num_samples,
         batch, num_targets)``.
     """
@@ -194,8 +195,8 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
     return y.to(base.probs) if isinstance(base, dist.Bernoulli) else y
 
 
-def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor | None:
-    """Find the quantiles of the mixture over draws, ``(2, ...)``, by bisection."""
+def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor:
+    """Find the quantiles of the mixture over draws, ``(2, ...)``, by bisection of its ``cdf``."""
     # Cantelli's inequality brackets them: a quantile of level a is at most sqrt((1 - a) / a)
     # standard deviations below the mean, and sqrt(a / (1 - a)) above it.
     assert found.mean is not None and found.variance is not None
@@ -212,7 +213,9 @@ def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor 
             low = torch.where(reached < level, middle, low)
             high = torch.where(reached < level, high, middle)
         return (low + high) / 2
-    return None
+    targets = fn.sample((TARGETS_PER_DRAW,)).flatten(0, 1).sort(dim=0).values
+    last = len(targets) - 1
+    return targets[[round(tail * last), round((1 - tail) * last)]]
 
 
 def _entropy(probability: Tensor) -> Tensor:

@@ -272,8 +272,11 @@ def test_targets_of_other_distributions():
     error = (found.variance / 5000).sqrt()
     assert ((found.draws.mean(0) - found.mean).abs() < 4 * error).all()
     torch.testing.assert_close(found.draws.var(0), found.variance, rtol=0.25, atol=0)
-    counts = next(predict(weight, [X], model=rates(dist.Poisson), draws=True))
-    assert counts.interval is None and torch.equal(counts.draws, counts.draws.round())
+    counts = next(predict(weight, [X], 5000, model=rates(dist.Poisson), seed=0, draws=True))
+    assert torch.equal(counts.draws, counts.draws.round())
+    for end, tail in zip(counts.interval, (0.05, 0.95), strict=True):  # Poisson has no cdf
+        up_to, below = (torch.special.gammaincc(end + one, each).mean(0) for one in (1, 0))
+        assert (up_to > tail - 0.005).all() and (below < tail + 0.005).all()
     unknown = rates(lambda rate: _Unknown(rate))
     with pytest.raises(ValueError, match="cannot draw targets of _Unknown.*Cure: pyro.infer"):
         next(predict(weight, [X], model=unknown, draws=True))
