@@ -73,7 +73,7 @@ def run(name: str, frame: str | None, path: Any, seed: int, steps: int) -> dict[
     elbo = InjectiveELBO(8, path_derivative=path)
     fit(SVI(model, guide, cosine_adam(0.01, steps), elbo), steps, *data.values())
     loss = InjectiveELBO(2000).loss(model, guide, *data.values())
-    return {"loss": loss, "shares": elbo.shares}
+    return {"loss": loss, "shares": elbo.path_weights}
 
 
 def report(records: list[dict[str, Any]]) -> str:

@@ -30,9 +30,6 @@ __all__ = [
 
 START, TRAINING = "the start of a fit", "a training"
 
-#: Characters of the longest setting that a message shows.
-LONGEST = 100
-
 
 def same_start(path: Path, settings: dict[str, Any]) -> None:
     """Write settings and random streams of a new run, or restore the streams of a resumed run.
@@ -56,8 +53,7 @@ def same_start(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _shown(name: str, setting: Any) -> str:
-    text = f"{name}={setting!r}"
-    return text if len(text) <= LONGEST else f"another {name}"
+    return f"another {name}" if name in ("loss", "policy") else f"{name}={setting!r}"
 
 
 def loss_settings(loss: Trace_ELBO | None) -> dict[str, Any] | None:
