@@ -552,10 +552,13 @@ class WindowedChains(Chains):
             self._positions = [position[moving] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // limits.max_pool))
         recent = torch.cat(self._positions[half:][::-1][::stride])
-        # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
+        # The covariance of draws on a thin sheet makes a frame in which chains leave it slowly, and
+        # do not show it. A frame of low rank is right even then: there the scores are small, too.
         spread = self._frame_of(recent, "diagonal").scale.max()
         is_right = bool(spread < limits.max_stretch)
-        kind: FrameKind = self.frame_kind if is_right else "diagonal"
+        kind: FrameKind = self.frame_kind
+        if kind == "full" and not is_right:
+            kind = "diagonal"
         pool, is_moved = self.frame.to_points(recent), False
         if is_right and not is_early:
             points, pool, is_moved = self._renew_space(points, pool)
