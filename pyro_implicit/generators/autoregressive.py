@@ -105,7 +105,10 @@ class AutoregressiveGenerator(Generator):
         with torch.no_grad():
             last.weight.mul_(NEAR_ZERO)
             last.bias.zero_()
-            skip.weight.zero_()
+            # The medians depend on the context from the start: otherwise an encoder's features have
+            # no gradient, and its decoder learns to do without them.
+            skip.weight[:, :output_dim] = 0.0
+            skip.weight[output_dim:] = 0.0
         self.layers = cast(Sequence[MaskedLinear], nn.ModuleList([*layers, last]))
         self.skip = skip
         self.noise_skew = nn.Parameter(torch.zeros(output_dim))
