@@ -53,7 +53,7 @@ class AutoregressiveGenerator(Generator):
 
     The distribution of each value given the preceding values is unimodal. Parents should therefore
     precede their children, as they do in an autoguide's latent vector. f is initially near the
-    identity, with unit spread.
+    identity, with unit spread, plus a random linear map of the context.
 
     **Example:**
 
