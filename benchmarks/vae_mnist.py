@@ -57,9 +57,9 @@ log p(test) -94.58, the injective one after 176 with -96.27; without held-out im
 rate and 435 epochs gave the Gaussian one -92.46 (train bound -92.47, test bound -99.84).
 
 The injective encoder lagged behind from the first epoch on and ended at -98.17 after 200 epochs:
-its generator did not depend on the image at first, so that the decoder learnt to do without some
-latents. Since its medians depend on the context from the start, the train bound after 12 epochs of
-30,000 images is -120.7 instead of -132.1 (Gaussian -118.3). Its row is to be run again.
+its generator did not depend on the image at first. Since its medians depend on the context from the
+start, the train bound after 12 epochs of 30,000 images is -120.7 instead of -132.1 (Gaussian
+-118.3). Its row is to be run again.
 """
 
 

@@ -106,7 +106,7 @@ class AutoregressiveGenerator(Generator):
             last.weight.mul_(NEAR_ZERO)
             last.bias.zero_()
             # The medians depend on the context from the start: otherwise an encoder's features have
-            # no gradient, and its decoder learns to do without them.
+            # hardly any gradient.
             skip.weight[:, :output_dim] = 0.0
             skip.weight[output_dim:] = 0.0
         self.layers = cast(Sequence[MaskedLinear], nn.ModuleList([*layers, last]))
