@@ -96,7 +96,9 @@ def find_modes(
     deadline = time.perf_counter() + max_seconds
     given = [] if starts is None else [starts[starts.isfinite().all(-1)]]
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
-    starts = torch.cat([drawn, _beyond_the_prior(target, drawn), *given])
+    if num_starts > 1:  # a single start decides which mode is found
+        given.append(_beyond_the_prior(target, drawn))
+    starts = torch.cat([drawn, *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_draws
