@@ -26,6 +26,7 @@ from pyro_implicit import (
 from pyro_implicit.density import SubsampledError, Target
 from pyro_implicit.generators import Generator
 from pyro_implicit.mcmc import ChainPolicy, ChEES, refine
+from pyro_implicit.mcmc import chains as chains_module
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.policy import StoppingPolicy
@@ -594,6 +595,27 @@ def test_chains_that_start_on_a_thin_sheet_leave_it():
     spread = (draws["c"] - draws["a"] - draws["b"]).std()
     assert result.stopped == "converged" and result.num_gradients < 1000
     assert spread.item() == pytest.approx(2**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(("frame", "first"), [("low-rank", "low-rank"), ("full", "diagonal")])
+def test_frames_while_draws_spread(frame, first, monkeypatch):
+    """Scores make a low-rank frame right even for draws on a thin sheet; a covariance is not."""
+    torch.set_default_dtype(torch.float64)
+    kinds, original = [], chains_module.frame_at
+
+    def frame_at(draws, kind, *args):
+        kinds.append(kind)
+        return original(draws, kind, *args)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([8]).to_event(1))
+        pyro.factor("ridge", -0.5 * (x.sum(-1) / 0.01) ** 2)
+
+    monkeypatch.setattr(chains_module, "frame_at", frame_at)
+    start = {"x": 1e-3 * torch.randn(64, 8)}
+    refine(model, start, frame=frame, num_chains=16, max_gradients=100, seed=0, progress=False)
+    assert kinds[0] == "diagonal"  # how far the draws have spread
+    assert kinds[1] == first
 
 
 def test_what_a_later_check_sees_counts_against_an_earlier_one():
