@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit.density import Target
 from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import Fit, Schedule, fit, gaussian_guide, train
-from pyro_implicit.infer import ImplicitELBO, evidence_bound
+from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, evidence_bound
 from pyro_implicit.mcmc import refine
 
 Y = torch.tensor([1.0, 2.0, 4.5])
@@ -31,6 +31,10 @@ WRONG = [
     (lambda: fit(model, Y, Y), TypeError, 'but got a Tensor.*Cure: fit(model, "auto", x, y)'),
     (lambda: fit(model, {"x": Y}), TypeError, "but got a dict: the model's arguments come after"),
     (lambda: fit(model, "auto", Y, num_steps=0), ValueError, "num_steps must be at least 1"),
+    (lambda: fit(model, "auto", Y, refine="no"), ValueError, "refine must be .*True or False"),
+    (lambda: fit(model, "auto", Y, seed=-1), ValueError, "seed must be at least 0"),
+    (lambda: LIVI_ELBO(num_probes=0), ValueError, "num_probes must be at least 1"),
+    (lambda: LIVI_ELBO(max_iterations=0), ValueError, "max_iterations must be at least 1"),
     (lambda: fit(model, "auto", Y, epochs=0), ValueError, "epochs must be at least 1"),
     (lambda: fit(model, "auto", Y, epochs=5), ValueError, "but there are none. Cure: num_steps"),
     (

@@ -111,6 +111,8 @@ def test_no_correction_without_an_exact_density(kind):
     guide()
     with pytest.raises(ValueError, match=f"exact density.*but got {kind.__name__}. Cure"):
         Fit(guide=guide, source=(skewed, (), {})).sample(3, corrected=True)
+    with pytest.raises(ValueError, match="num_samples must be at least 1, but got -3"):
+        Fit(guide=guide, source=(skewed, (), {})).sample(-3)
 
 
 def data(y):
