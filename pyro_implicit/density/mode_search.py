@@ -77,7 +77,7 @@ def find_modes(
         not reproducible.
     :param starts: further initial points of the first round, ``(n, latent_dim)``. Of ten fixed
         points near the origin of unconstrained space, those that are more probable than all draws
-        of the prior are added, which may be too vague.
+        of the prior by ``max_gap`` are added: the prior may be too vague.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or
@@ -130,17 +130,18 @@ def find_modes(
 
 
 def _beyond_the_prior(target: Target, drawn: Tensor) -> Tensor:
-    """Return points near the origin at which the log-density exceeds that at all draws.
+    """Return points near the origin that are far more probable than all draws.
 
     Draws of a prior such as N(0, 1000^2) or Gamma(.001, .001) are so far away that no path reaches
     the posterior.
     """
-    generator = torch.Generator().manual_seed(0)  # the caller's stream does not advance
-    unit = torch.rand(SEARCH.num_near, target.latent_dim, generator=generator).to(drawn)
+    generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
+    shape = SEARCH.num_near, target.latent_dim
+    unit = torch.rand(shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)
     # With the gradient, as paths need it: a model without one raises its error there.
     heights = target.score(torch.cat([drawn, near]))[0].nan_to_num(-math.inf, -math.inf, -math.inf)
-    return near[heights[len(drawn) :] > heights[: len(drawn)].amax()]
+    return near[heights[len(drawn) :] > heights[: len(drawn)].amax() + SEARCH.max_gap]
 
 
 def seconds_of_climb(target: Target) -> float:

@@ -43,7 +43,7 @@ def test_runs_are_not_repeated(tmp_path):
     words = [*TINY.split(), "--out", str(out), "--reference", str(nuts), "--guides", "mean field"]
     refine_toy.run_all(refine_toy.parser().parse_args(words))
     assert len(out.read_text().splitlines()) == 1
-    refine_toy.run_all(refine_toy.parser().parse_args([*words, "--lr", "0.1"]))
+    refine_toy.run_all(refine_toy.parser().parse_args([*words, "--lr", "0.02"]))
     assert len(out.read_text().splitlines()) == 2
 
 
