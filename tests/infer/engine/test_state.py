@@ -171,6 +171,7 @@ def test_state_of_one_elbo_goes_on_in_another():
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     for _ in range(2):
         svi.step()
+    elbo.num_left_out = 5
     saved = pickle.loads(pickle.dumps(elbo.get_state()))
     step_sizes = dict(elbo.step_sizes)
     svi.step()
@@ -179,7 +180,7 @@ def test_state_of_one_elbo_goes_on_in_another():
     fresh = UIVI_ELBO(3)
     fresh.set_state(saved)
     assert fresh.step_sizes == step_sizes
-    assert fresh.num_steps_taken == 2
+    assert fresh.num_steps_taken == 2 and fresh.num_left_out == 5
     SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), fresh).step()
     assert fresh.step_sizes != step_sizes and fresh.num_steps_taken == 3
     assert saved["num_steps"] == 2
