@@ -77,7 +77,7 @@ def find_modes(
         not reproducible.
     :param starts: further initial points of the first round, ``(n, latent_dim)``. Of ten fixed
         points near the origin of unconstrained space, those that are more probable than all draws
-        of the prior by ``max_gap`` are added: the prior may be too vague.
+        of the prior by 1,000 nats are added: such a prior is too vague.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or
@@ -141,7 +141,7 @@ def _beyond_the_prior(target: Target, drawn: Tensor) -> Tensor:
     near = SEARCH.near_width * (2 * unit - 1)
     # With the gradient, as paths need it: a model without one raises its error there.
     heights = target.score(torch.cat([drawn, near]))[0].nan_to_num(-math.inf, -math.inf, -math.inf)
-    return near[heights[len(drawn) :] > heights[: len(drawn)].amax() + SEARCH.max_gap]
+    return near[heights[len(drawn) :] > heights[: len(drawn)].amax() + SEARCH.near_gain]
 
 
 def seconds_of_climb(target: Target) -> float:

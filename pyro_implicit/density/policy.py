@@ -172,6 +172,10 @@ class SearchPolicy:
     #: Half the width of the cube of these points, as in Stan and NumPyro.
     near_width: float = 2.0
 
+    #: Nats by which they must be more probable: draws of N(0, 1000^2) or Gamma(.001, .001) are by
+    #: ten thousands.
+    near_gain: float = 1000.0
+
     #: Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25.
     num_draws: int = 16
 

@@ -199,6 +199,7 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
         assert draw.std().item() == pytest.approx(sd, rel=error)
 
 
+@pytest.mark.filterwarnings("ignore:chains of the global variables:UserWarning")
 def test_inexact_integrals_are_named():
     y = torch.zeros(300)
     y[::3] = 5.0
@@ -206,7 +207,7 @@ def test_inexact_integrals_are_named():
     with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
         fit(
             lambda y: counts(y, 300), batches=[(y,)], amortize="conditional", seed=0, policy=policy,
-            progress=False,
+            progress=False, max_seconds=6.0,
         )  # fmt: skip
 
 
