@@ -75,9 +75,9 @@ def find_modes(
     :param max_gap: modes whose ELBO is so many nats below the best one are dropped.
     :param max_seconds: of wall time, after the first step of all paths. A search that it ends is
         not reproducible.
-    :param starts: further initial points of the first round, ``(n, latent_dim)``. Of ten fixed
-        points near the origin of unconstrained space, those that are more probable than all draws
-        of the prior by 1,000 nats are added: such a prior is too vague.
+    :param starts: further initial points of the first round, ``(n, latent_dim)``. If ten fixed
+        points near the origin of unconstrained space include some that are 1,000 nats more probable
+        than all draws of the prior, the prior is too vague, and these points are added.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or

@@ -197,7 +197,11 @@ def _describe(prefix: str, owner: nn.Module) -> str:
 
 
 def _refuse_hidden_meaning(prefix: str, owner: nn.Module) -> None:
-    """Refuse parameters of which torch makes something else than their values say."""
+    """Refuse parameters whose values torch does not use as they are.
+
+    :raises ValueError: for an embedding with ``padding_idx``, and for the tensors behind a
+        parametrised weight.
+    """
     if getattr(owner, "padding_idx", None) is not None:
         raise ValueError(
             f"{_describe(prefix, owner)} has padding_idx={owner.padding_idx}: torch cuts the "
@@ -209,8 +213,8 @@ def _refuse_hidden_meaning(prefix: str, owner: nn.Module) -> None:
         raise ValueError(
             f"'{weight}' of layer '{layer}' is parametrised ({type(owner[0]).__name__}): a prior "
             "on the tensors behind it is not one on the weights. Cure: "
-            f"torch.nn.utils.parametrize.remove_parametrizations(layer, '{weight}'), or a prior "
-            f"by name, prior={{'{prefix}': ...}}"
+            f"torch.nn.utils.parametrize.remove_parametrizations(layer, '{weight}'), or name "
+            f"the prior of these tensors, prior={{'{prefix}': ...}}"
         )
 
 
