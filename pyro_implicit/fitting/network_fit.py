@@ -247,13 +247,9 @@ def _run_chains(
             return result
         _score(stages, rows.model, rows.held, found)
         scores = list(result.held_out.values())
-        fewest = round(share * least)
-        if _is_short(found, fewest):
-            fault = f"fewer than {fewest} gradients: the ensemble stays the result"
-        elif is_worse(scores[-1], scores[0], policy) and least:
+        fault = _too_short(found, round(share * least))
+        if not fault and least and is_worse(scores[-1], scores[0], policy):
             fault = "significantly worse than the ensemble, which stays the result"
-        else:
-            fault = ""
         if fault:
             result.stages[-1].outcome += f"; {fault}"
             result.held_out["ensemble"] = result.held_out.pop("ensemble")  # the result's is last
@@ -265,9 +261,8 @@ def _run_chains(
         gradients -= trial
     if rows is None or is_trial:
         found = _walk(stages, "mclmc", target, starts, gradients)
-        if found is not None and rows is None and _is_short(found, least):
-            outcome = f"; fewer than {least} gradients: the ensemble stays the result"
-            result.stages[-1].outcome += outcome
+        if found is not None and rows is None and (fault := _too_short(found, least)):
+            result.stages[-1].outcome += f"; {fault}"
         elif found is not None:
             result.refined = found
     if stages.teaches and result.refined is not None:
@@ -275,9 +270,10 @@ def _run_chains(
     return result
 
 
-def _is_short(chains: Refined, least: int) -> bool:
-    """Return whether ``max_seconds`` ended chains too early to replace the ensemble."""
-    return chains.stopped == "max_seconds" and chains.num_gradients < least
+def _too_short(chains: Refined, least: int) -> str:
+    """Say why chains that ``max_seconds`` ended do not replace the ensemble; empty if they may."""
+    is_short = chains.stopped == "max_seconds" and chains.num_gradients < least
+    return f"fewer than {least} gradients: the ensemble stays the result" if is_short else ""
 
 
 def _distil(stages: Stages, target: Target, chains: Refined, rows: HeldOutRows | None) -> None:

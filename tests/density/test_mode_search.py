@@ -229,6 +229,20 @@ def test_a_prior_whose_draws_are_all_far_away(seed):
     assert (x.mT @ residual).abs().max() < 3.0
 
 
+def test_a_single_start_is_not_exchanged(monkeypatch):
+    """Not even if it is ten thousands of nats below points near the origin."""
+    density, original, seen = target(lambda x: -(x**2).sum(), 2), module._climb, []
+    density.init_loc = torch.full((2,), 200.0)
+
+    def climb(target, points, *rest):
+        seen.append(points)
+        return original(target, points, *rest)
+
+    monkeypatch.setattr(module, "_climb", climb)
+    find_modes(density, num_starts=1)
+    assert seen[0].tolist() == [[200.0, 200.0]]
+
+
 def test_no_start_with_a_density():
     with pytest.raises(ValueError, match="none of 50 draws .*'density' at .*is -inf. Cure: give"):
         find_modes(target(lambda x: 0 * x.sum() - math.inf))

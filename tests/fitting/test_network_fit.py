@@ -420,7 +420,7 @@ def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, fall
 
     monkeypatch.setattr(Stages, "train_alone", train_alone)
     monkeypatch.setattr(network_fit, "_walk", walk)
-    monkeypatch.setattr(network_fit, "_is_short", lambda *args: False)
+    monkeypatch.setattr(network_fit, "_too_short", lambda *args: "")
     monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
     model, x, y = linear
     policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
@@ -546,7 +546,7 @@ def test_ctrl_c_in_a_longer_training_returns_the_first_ensemble(linear, monkeypa
     monkeypatch.setattr(Stages, "train_alone", train_alone)
     monkeypatch.setattr(network_fit, "_walk", lambda *args: args[3])
     monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
-    monkeypatch.setattr(network_fit, "_is_short", lambda *args: False)
+    monkeypatch.setattr(network_fit, "_too_short", lambda *args: "")
     model, x, y = linear
     policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
     options = {"seed": 0, "progress": False, "policy": policy}
