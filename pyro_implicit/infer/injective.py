@@ -95,11 +95,8 @@ class ScoreRecorder:
     """
 
     def __init__(self, memory: dict[tuple[str, str], Any], site: str, num_particles: int) -> None:
-        self._memory, self._key, self._num_particles = (
-            memory,
-            ("path weight", site),
-            num_particles,
-        )
+        self._memory, self._key = memory, ("path weight", site)
+        self._num_particles = num_particles
         #: Of the guide, ``(*batch, *shape)``; None until it is known.
         self.guide: Tensor | None = None
 
