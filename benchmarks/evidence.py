@@ -24,6 +24,7 @@ PAGES = (
     "refine_posteriordb",
     "uci_refine",
     "speed_field",
+    "reproduction",
 )
 FIRST_ALONE = ("speed_field",)  # pages of which only the first table is used
 OURS, KEYS = "implicit", ("posterior", "dim", "floor")
