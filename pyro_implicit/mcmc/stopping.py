@@ -100,6 +100,8 @@ class Drift(NamedTuple):
         return self._replace(mean=max(self.mean, mean), sd=max(self.sd, sd))
 
     def __str__(self) -> str:
+        if self.mean >= 1:  # `open_errors` knows nothing beyond the distance of the starts
+            return f"means may be off by 1 sd or more, R-hat {self.r_hat:.3f}"
         return (
             f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}, R-hat {self.r_hat:.3f}"
         )

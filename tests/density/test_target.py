@@ -465,6 +465,16 @@ def test_latents_without_unconstrained_coordinates_are_named(fn, cure):
     assert cure in str(caught.value)
 
 
+def test_latent_with_a_point_mass_is_named():
+    def model():
+        a = pyro.sample("a", dist.Delta(torch.ones(2)).to_event(1))
+        pyro.sample("x", dist.Normal(a, 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match=r"'a' has the prior Delta.*pyro.deterministic\('a'"):
+        Target(model)
+    Target(poutine.condition(model, {"a": torch.ones(2)}))
+
+
 @pytest.mark.parametrize(
     "fn",
     [

@@ -204,3 +204,9 @@ def test_the_log_density_is_not_clamped():
     for log_density in (torch.randn(64), torch.full((64,), -1e6)):
         history.append(torch.zeros(64, 1), tracked([torch.randn(64)], log_density), 6.0)
     assert history.powers[1][0, :, -1].abs().min() > 1e5 > history.powers[1][0, :, 0].abs().max()
+
+
+def test_words_of_errors_that_have_no_bound():
+    small = Drift(mean=0.2, sd=0.05, r_hat=1.1)
+    assert str(small) == "means may be off by 0.20 sd, sds by 5.0%, R-hat 1.100"
+    assert str(Drift(0.2, 0.05, 3.0).stated()) == "means may be off by 1 sd or more, R-hat 3.000"

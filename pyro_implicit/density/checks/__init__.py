@@ -20,7 +20,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import SineBivariateVonMises, VonMises
+from pyro.distributions import Delta, SineBivariateVonMises, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -56,7 +56,8 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
     :param sampled: discrete latent variables that have coordinates of their own.
     :raises RuntimeError: for a model without continuous latent variables, or without elements.
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
-        sequential plate that subsamples, or one without unconstrained coordinates.
+        sequential plate that subsamples, one with a ``Delta`` prior, or one without unconstrained
+        coordinates.
     :warns UserWarning: for a latent variable with masked elements, and
         an angle on the whole real line.
     """
@@ -77,6 +78,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
         if not is_discrete_latent(site):
             continuous[name] = site
             _refuse_sequential(name, site)
+            _refuse_point(name, site)
             _refuse_boundless(name, site)
     if not continuous and not sampled:
         raise RuntimeError(
@@ -103,6 +105,15 @@ def _refuse_sequential(name: str, site: Site) -> None:
                 f"latent '{name}' is in a sequential plate that subsamples, '{frame.name}', so "
                 "that each run has other latents. Cure: the plate without subsample_size"
             )
+
+
+def _refuse_point(name: str, site: Site) -> None:
+    if isinstance(innermost(site["fn"]), Delta):
+        raise ValueError(
+            f"latent '{name}' has the prior Delta, whose density is 0 at all other values. Cure: "
+            f"pyro.deterministic('{name}', ...) for a value that the model computes; a Normal with "
+            "a scale, for a value that is uncertain"
+        )
 
 
 def _refuse_boundless(name: str, site: Site) -> None:
