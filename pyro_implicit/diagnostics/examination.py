@@ -17,6 +17,7 @@ from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import (
+    SteinCheck,
     drift_check,
     endless_scales,
     importance_check,
@@ -25,10 +26,16 @@ from pyro_implicit.diagnostics.checks import (
     stein_check,
     uncovered_modes,
 )
-from pyro_implicit.diagnostics.moments import CollapsedError, Whitened, whiten_draws
+from pyro_implicit.diagnostics.moments import (
+    CollapsedError,
+    MomentErrors,
+    Whitened,
+    whiten_draws,
+)
 from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, MOMENTS, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import (
     Function,
+    Mixing,
     Observed,
     coordinate_labels,
     describe,
@@ -74,98 +81,40 @@ def examine(
     policy: VerdictPolicy,
 ) -> Diagnosis:
     """Run the checks that the plan allows."""
-    target, guide, num_samples = sampler.target, sampler.guide, effort.num_samples
+    target, guide = sampler.target, sampler.guide
     report = partial(
         Diagnosis,
-        num_samples,
+        effort.num_samples,
         target.latent_dim,
-        labels=coordinate_labels(target),
         semi_implicit=isinstance(guide, AutoSemiImplicit),
         planned_seconds=effort.seconds,
         spared=effort.spared,
         policy=policy,
     )
+    labels, observed, stein, skipped = coordinate_labels(target), None, None, ""
     try:
-        weighed = max(1, chunk_size // EFFORT.weighed_part)
-        weighted, no_density = _weigh(sampler, num_samples, weighed, effort.unweighed)
-        points = target.unconstrain(weighted.draws)
-        many = points
-        if (
-            function is None
-            and effort.extra
-            and draws_in_parallel(guide)
-            and not isinstance(guide, StoredDraws)
-        ):
-            # The noise of scores hides small errors, but not from many draws: they cost little.
-            extra = _draw(sampler, effort.extra * num_samples)
-            many = torch.cat([points, target.unconstrain(extra)])
-        chunks = many.split(chunk_size)
-        calls = len(chunks) + effort.num_transitions * CHECKS.num_leapfrog
-        traced = TracedScore(target.score, calls)
-        # Quantities need no score.
-        score = traced if function is None else lambda u: (target.log_prob(u), u[:, :0])
-        parts = [score(part) for part in steps_of(chunks, len(chunks), "scores")]
-    except BAD_DRAWS as error:
-        return report(broken=f"guide or model fails at the guide's draws: {error}")
-    log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
-    finite = log_prob.isfinite() & scores.isfinite().all(-1) & many.isfinite().all(-1)
-    log_weights = weighted.log_weights
-    finite[: len(log_weights)] &= log_weights.isfinite()
-    left_out = ""
-    if not finite.all():
-        number = int((~finite).sum())
-        reason = f"log-density, score or importance weight is not finite at {number} draws"
-        target.log_prob(many[~finite][:1])  # a recording does not say why
-        if target.error is not None:
-            reason += f", the model fails there: {target.error}".split("\n")[0]
-        if number > CHECKS.max_lost * len(finite):
-            return report(no_density=no_density, broken=reason)
-        left_out, kept = f"{reason}, of {len(finite)}", finite[:num_samples]
-        log_weights = log_weights[kept[: len(log_weights)]]
-        weighted = weighted._replace(log_weights=log_weights)
-        points, many, scores = points[kept], many[finite], scores[finite]
-        num_samples = len(points)
-    weights, bound = LogWeights(log_weights), None if no_density else weighted.bound()
-    observed = None
+        found = _evaluate(sampler, effort, chunk_size, is_scored=function is None)
+    except _UnusableError as error:
+        return report(labels=labels, broken=str(error), no_density=error.no_density)
+    report = partial(report, bound=found.bound, no_density=found.no_density)
     try:
         if function is not None:
-            observed = Observed(function, target, points)
-            report = partial(report, labels=observed.labels, judged=describe(function))
-            if isinstance(guide, StoredDraws):
-                by_name, shape = values_of(function, guide.samples), (guide.num_chains, -1)
-                found = {name: value.unflatten(0, shape) for name, value in by_name.items()}
-                report = partial(report, mixing=mixing(found))
-        whitened = whiten_draws(many)
-        stein = stein_check(whitened, scores) if observed is None else None
+            observed = Observed(function, target, found.points)
+            labels = observed.labels
+            report = partial(report, judged=describe(function), mixing=_mixing(function, guide))
+        whitened = whiten_draws(found.many)
+        if observed is None:
+            stein, skipped = _stein(found, whitened, target, policy)
     except CollapsedError as error:
-        return report(bound=bound, no_density=no_density, broken=str(error))
-    skipped = ""
-    if stein is not None and (stein.faults or stein.kernel.p_value < MOMENTS.false_alarm):
-        share = jump_share(whitened, target.score)
-        if share > CHECKS.max_jumps:
-            stein = None
-            skipped = (
-                f"Stein's identities, because the log-density jumps in {share:.0%} of the steps of "
-                f"{CHECKS.step:g} sd between draws"
-            )
-    few = bound is None or bound.effective_sample_size < policy.good_weights * num_samples
-    if stein is not None and few and len(target.shapes) > 1:
-        sizes = {name: shape.numel() for name, shape in target.shapes.items()}
-        stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
-    importance = drift = coverage = None
-    is_even = bound is not None and bound.effective_sample_size >= policy.even_weights * num_samples
-    if bound is not None and (is_even or bound.khat <= policy.khat.distrust):
-        seen = whitened.first(num_samples)
-        if observed is not None:
-            values = observed(points[:num_samples])
-            seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
-        importance = importance_check(seen, weights)
+        return report(labels=labels, broken=str(error))
+    importance = _importance(found, whitened, observed, policy)
+    drift = None
     if effort.num_transitions > 0 and target.is_vectorized:
         number = EFFORT.num_chains if function is None else EFFORT.num_observed_chains
         with suppress(*BAD_DRAWS):  # the model may fail on the way
             drift = drift_check(
                 whitened.first(number),
-                traced.log_prob,
+                found.score.log_prob,
                 effort.num_transitions,
                 chunk_size=chunk_size,
                 observe=observed,
@@ -173,26 +122,135 @@ def examine(
             )
     if isinstance(modes, str):
         modes = search_modes(target, effort.search_iterations)
+    coverage = gap = None
     if modes is not None:
         # The Gaussian default overstates the volume of a guide with many modes.
-        evidence = weights.log_mean if bound is not None else None
-        coverage = uncovered_modes(modes, points, target, evidence)
-    gap = None
-    if loss is not None and bound is not None:
-        gap = objective_gap(loss, bound, sampler)
+        log_evidence = None if found.bound is None else found.weights.log_mean
+        coverage = uncovered_modes(modes, found.points, target, log_evidence)
+    if loss is not None and found.bound is not None:
+        gap = objective_gap(loss, found.bound, sampler)
     return report(
-        bound=bound,
-        no_density=no_density,
+        labels=labels,
         importance=importance,
         stein=stein,
         drift=drift,
         gap=gap,
         coverage=coverage,
-        left_out=left_out,
+        left_out=found.left_out,
         skipped=skipped,
-        improper=endless_scales(target, points),
+        improper=endless_scales(target, found.points),
         **_known(guide),
     )
+
+
+class _Evaluated(NamedTuple):
+    """Draws without those at which a number is not finite, which ``left_out`` describes.
+
+    ``points`` of shape ``(num_samples, latent_dim)`` have importance weights if the guide has a
+    density; otherwise ``no_density`` says why not. ``many`` begins with them, and has ``scores``.
+    """
+
+    points: Tensor
+    many: Tensor
+    scores: Tensor
+    weights: LogWeights
+    bound: EvidenceBound | None
+    no_density: str
+    left_out: str
+    score: TracedScore
+
+
+class _UnusableError(Exception):
+    def __init__(self, reason: str, no_density: str = "") -> None:
+        super().__init__(reason)
+        self.no_density = no_density
+
+
+def _evaluate(sampler: Sampler, effort: Effort, chunk_size: int, is_scored: bool) -> _Evaluated:
+    """Draw from the guide, and evaluate the weights and the target's scores at the draws.
+
+    :param is_scored: quantities need the log-density only.
+    :raises _UnusableError: if the guide or the model fails there, or too few numbers are finite.
+    """
+    target, guide, num_samples = sampler.target, sampler.guide, effort.num_samples
+    try:
+        weighed = max(1, chunk_size // EFFORT.weighed_part)
+        weighted, no_density = _weigh(sampler, num_samples, weighed, effort.unweighed)
+        many = points = target.unconstrain(weighted.draws)
+        is_cheap = draws_in_parallel(guide) and not isinstance(guide, StoredDraws)
+        if is_scored and effort.extra and is_cheap:
+            # The noise of scores hides small errors, but not from many draws.
+            extra = _draw(sampler, effort.extra * num_samples)
+            many = torch.cat([points, target.unconstrain(extra)])
+        chunks = many.split(chunk_size)
+        calls = len(chunks) + effort.num_transitions * CHECKS.num_leapfrog
+        traced = TracedScore(target.score, calls)
+        score = traced if is_scored else lambda u: (target.log_prob(u), u[:, :0])
+        parts = [score(part) for part in steps_of(chunks, len(chunks), "scores")]
+    except BAD_DRAWS as error:
+        raise _UnusableError(f"guide or model fails at the guide's draws: {error}") from error
+    log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
+    finite = log_prob.isfinite() & scores.isfinite().all(-1) & many.isfinite().all(-1)
+    log_weights, left_out = weighted.log_weights, ""
+    finite[: len(log_weights)] &= log_weights.isfinite()
+    if not finite.all():
+        number = int((~finite).sum())
+        reason = f"log-density, score or importance weight is not finite at {number} draws"
+        target.log_prob(many[~finite][:1])  # a recording does not say why
+        if target.error is not None:
+            reason += f", the model fails there: {target.error}".split("\n")[0]
+        if number > CHECKS.max_lost * len(finite):
+            raise _UnusableError(reason, no_density)
+        left_out, kept = f"{reason}, of {len(finite)}", finite[:num_samples]
+        log_weights = log_weights[kept[: len(log_weights)]]
+        weighted = weighted._replace(log_weights=log_weights)
+        points, many, scores = points[kept], many[finite], scores[finite]
+    weights, bound = LogWeights(log_weights), None if no_density else weighted.bound()
+    return _Evaluated(points, many, scores, weights, bound, no_density, left_out, traced)
+
+
+def _mixing(function: Function, guide: Any) -> Mixing | None:
+    if not isinstance(guide, StoredDraws):
+        return None
+    by_name, shape = values_of(function, guide.samples), (guide.num_chains, -1)
+    return mixing({name: value.unflatten(0, shape) for name, value in by_name.items()})
+
+
+def _stein(
+    found: _Evaluated, whitened: Whitened, target: Target, policy: VerdictPolicy
+) -> tuple[SteinCheck | None, str]:
+    """Return Stein's identities, by site if weights cannot replace them, or why there are none."""
+    stein = stein_check(whitened, found.scores)
+    if stein.faults or stein.kernel.p_value < MOMENTS.false_alarm:
+        share = jump_share(whitened, target.score)
+        if share > CHECKS.max_jumps:
+            return None, (
+                f"Stein's identities, because the log-density jumps in {share:.0%} of the steps of "
+                f"{CHECKS.step:g} sd between draws"
+            )
+    needed = policy.good_weights * len(found.points)
+    few = found.bound is None or found.bound.effective_sample_size < needed
+    if few and len(target.shapes) > 1:
+        sizes = {name: shape.numel() for name, shape in target.shapes.items()}
+        stein = stein._replace(by_site=stein_by_site(found.many, found.scores, sizes))
+    return stein, ""
+
+
+def _importance(
+    found: _Evaluated, whitened: Whitened, observed: Observed | None, policy: VerdictPolicy
+) -> MomentErrors | None:
+    """Compare the draws with their reweighted moments, unless the weights are too uneven."""
+    if found.bound is None:
+        return None
+    number = len(found.points)
+    is_even = found.bound.effective_sample_size >= policy.even_weights * number
+    if not (is_even or found.bound.khat <= policy.khat.distrust):
+        return None
+    seen = whitened.first(number)
+    if observed is not None:
+        values = observed(found.points)
+        seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
+    return importance_check(seen, found.weights)
 
 
 def examine_mixed(sampler: Sampler, num_samples: int, policy: VerdictPolicy) -> Diagnosis:
