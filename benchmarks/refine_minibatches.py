@@ -45,7 +45,7 @@ from benchmarks.common import (
     write_page,
 )
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.mcmc import Refined, refine
+from pyro_implicit.mcmc import Refined, refine_by_minibatches
 from pyro_implicit.nn import to_bayesian_
 
 ROWS, COLUMNS, BATCH = 1000, 10, 50
@@ -80,7 +80,7 @@ def regression(seed: int) -> Iterator[dict[str, Any]]:
         clock = time.process_time()
         key = {"part": "regression", "seed": seed, "kernel": "sghmc", "factor": factor}
         try:
-            result = refine(
+            result = refine_by_minibatches(
                 model,
                 {"weight": start},
                 batches=loader,
@@ -147,7 +147,7 @@ def digits(seed: int) -> Iterator[dict[str, Any]]:
         seconds = {"cpu_seconds": time.process_time() - clock}
         yield key | {"kernel": ""} | seconds | score([draws], x, y)
         clock = time.process_time()
-        result = refine(
+        result = refine_by_minibatches(
             model,
             draws,
             batches=loader,

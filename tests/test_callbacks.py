@@ -18,7 +18,7 @@ from pyro_implicit import AutoImplicit, AutoregressiveGenerator, diagnose, fit, 
 from pyro_implicit.callbacks import Callback, LivePlot, TensorBoard
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, train
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc import teach
+from pyro_implicit.mcmc import refine_by_minibatches, teach
 from pyro_implicit.runtime.progress import watching
 
 
@@ -122,7 +122,7 @@ def test_minibatch_chains_and_teaching_report():
     record = Record(last=40)
     batches = list(torch.randn(20, generator=torch.Generator().manual_seed(0)).split(5))
     with pytest.warns(UserWarning, match="relaxation"):
-        found = refine(
+        found = refine_by_minibatches(
             rows, AutoNormal(rows), batches=batches, max_epochs=50, callbacks=[record], seed=0,
             progress=False,
         )  # fmt: skip

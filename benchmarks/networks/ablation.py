@@ -36,6 +36,7 @@ from benchmarks.networks.tabular import Data, load, make_model
 from pyro_implicit import AutoEnsemble, fit, refine
 from pyro_implicit.fitting import FitPolicy, NetworkPolicy, Schedule
 from pyro_implicit.guides import init_to_shuffled
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.nn import NetworkModel, predict, start_values
 
@@ -75,7 +76,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     "MCLMC, short steps": {"kernel": "mclmc"},
     "MAMS": {"kernel": "mams"},
     "HMC": {"kernel": "hmc", "num_chains": 10},
-    "SGHMC": {"kernel": "sghmc", "num_chains": 10},
+    "SGHMC": {"num_chains": 10},
 }
 
 
@@ -99,17 +100,15 @@ def run(folder: Path, name: str, gradients: int) -> dict[str, float]:
     found: Any = members
     began = time.process_time()
     options: dict[str, Any] = {"seed": 0, "progress": False}
-    rows: tuple[Tensor, ...] = (data.x, data.y)
-    if name == "SGHMC":
-        batches = DataLoader(TensorDataset(*rows), batch_size=120, shuffle=True)
-        options |= {"batches": batches, "max_epochs": gradients // len(batches)}
-        rows = ()
-    else:
-        options["max_gradients"] = gradients
     if name == "MCLMC, from one member":
         found = {key: value[:1].expand_as(value).clone() for key, value in found.items()}
-    if KERNELS[name]:
-        found = refine(model, found, *rows, **KERNELS[name], **options)
+    if name == "SGHMC":
+        batches = DataLoader(TensorDataset(data.x, data.y), batch_size=120, shuffle=True)
+        options |= {"batches": batches, "max_epochs": gradients // len(batches)}
+        found = refine_by_minibatches(model, found, **KERNELS[name], **options)
+    elif KERNELS[name]:
+        options["max_gradients"] = gradients
+        found = refine(model, found, data.x, data.y, **KERNELS[name], **options)
     seconds = time.process_time() - began
     (mixture,) = predict(found, [data.test_x], 1000, model=model, interval=None)
     normal = dist.Normal(mixture.mean, mixture.variance.sqrt())

@@ -36,7 +36,8 @@ from benchmarks.common import (
     run_missing,
     write_page,
 )
-from pyro_implicit import fit, refine
+from pyro_implicit import fit
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.nn import NetworkModel, classifier, evaluate, start_values, to_bayesian_
 
 IMAGES, BATCH = 1200, 100
@@ -124,7 +125,7 @@ def fit_by(
     result = fit(model, guide, batches=[train], epochs=500 * longer, num_particles=1, **options)
     if method == "MAP":
         return {name: value.unsqueeze(0) for name, value in guide.median().items()}
-    return refine(model, result.guide, kernel="sghmc", batches=loader, max_epochs=100, **options)
+    return refine_by_minibatches(model, result.guide, batches=loader, max_epochs=100, **options)
 
 
 def prior_confidence(model: NetworkModel, x: Tensor) -> float:

@@ -28,7 +28,8 @@ from benchmarks.common import (
     run_missing,
     write_page,
 )
-from pyro_implicit import fit, refine
+from pyro_implicit import fit
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.nn import classifier, predict, to_bayesian_
 
 SIZES = (784, 1010, 210, 10)
@@ -54,8 +55,8 @@ def run(steps: int) -> dict[str, float]:
     with TemporaryDirectory() as folder:
         options = {"batches": loader, "max_epochs": 4, "store": Path(folder) / "draws", "seed": 0}
         members = result.guide.num_members
-        chains = refine(
-            model, result.guide, kernel="sghmc", num_chains=members, progress=False, **options
+        chains = refine_by_minibatches(
+            model, result.guide, num_chains=members, progress=False, **options
         )
         found["chains"] = peak()
         list(islice(predict(chains, loader, model=model), 4))

@@ -26,9 +26,10 @@ from benchmarks.common import (
     missing_runs,
     write_page,
 )
-from pyro_implicit import MMNN, fit, refine
+from pyro_implicit import MMNN, fit
 from pyro_implicit.generators import near_square_shape
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.nn import NetworkModel, classifier, start_values, to_bayesian_
 
 __all__ = [
@@ -157,8 +158,8 @@ class Run:
     def refine(self, model: NetworkModel, guide: Any, name: str) -> Any:
         """Return draws of SGHMC from there, for as many epochs."""
         with self.clock(f"{name}{REFINED}"):
-            return refine(
-                model, guide, kernel="sghmc", batches=self.loader, num_chains=self.args.chains,
+            return refine_by_minibatches(
+                model, guide, batches=self.loader, num_chains=self.args.chains,
                 max_epochs=self.args.epochs, max_draws=100 // self.args.chains, seed=self.seed,
                 checkpoint=self.folder / f"{name}.chains", progress=False,
             )  # fmt: skip

@@ -58,7 +58,7 @@ from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.clock import TimeLimit
@@ -173,7 +173,7 @@ def fit(
         ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. The guide is an
         :class:`AutoSemiImplicit` with at most 100 latent variables, an :class:`AutoEnsemble` for
         networks of :mod:`pyro_implicit.nn`, and otherwise an ``AutoNormal``; ``refine=True`` moves
-        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine`). After
+        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`). After
         ``torch.distributed.init_process_group`` all processes train one guide, each with its own
         minibatches (``DistributedSampler``).
     :param epochs: the number of passes over ``batches`` in training, and again in chains; by
@@ -502,11 +502,10 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
     assert stages.batches is not None
     result = stages.result
     with result.attempt("refine") as line:
-        refined: Any = refine(
+        refined: Any = refine_by_minibatches(
             stages.model,
             result.guide,
             *stages.args,
-            kernel="sghmc",
             batches=stages.batches.batches,
             num_chains=getattr(result.guide, "num_members", None),
             max_epochs=epochs,

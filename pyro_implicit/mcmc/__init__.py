@@ -8,6 +8,7 @@ from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.nuts import NoiseSpaceReparam, warm_start
 from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.mcmc.refine import refine
+from pyro_implicit.mcmc.refine_by_minibatches import refine_by_minibatches
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import conditional_reparams
@@ -26,6 +27,7 @@ __all__ = [
     "TeachPolicy",
     "conditional_reparams",
     "refine",
+    "refine_by_minibatches",
     "teach",
     "warm_start",
 ]

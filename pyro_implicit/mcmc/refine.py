@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.density.checks.numerics import blame, is_rounding
+from pyro_implicit.density.checks.numerics import is_rounding
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import MAX_DENSE_DIM
@@ -29,19 +28,16 @@ from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
-from pyro_implicit.mcmc.draws import DrawStore
-from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
+from pyro_implicit.mcmc.frame import FrameKind
 from pyro_implicit.mcmc.kernels import KERNELS
-from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling
 from pyro_implicit.mcmc.mixed_tempering import temper_mixed, why_not_tempered
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.refined import (
     Refined,
     collect,
     collect_annealed,
-    collect_minibatches,
 )
-from pyro_implicit.mcmc.spaces.choice import ChainSetup, finite_starts, space_of, start_chains
+from pyro_implicit.mcmc.spaces.choice import ChainSetup, space_of, start_chains
 from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.tempering import temper as temper_modes
@@ -55,16 +51,11 @@ from pyro_implicit.runtime.global_state import (
     with_seed,
 )
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
-from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, watching
 
 __all__ = ["continue_chains", "refine", "refine_target"]
 
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
-OF_ALL_DATA = (
-    "frame", "quantities", "max_gradients", "max_leapfrogs", "num_workers", "temper", "compile",
-)  # fmt: skip
-OF_MINIBATCHES = ("step_size", "max_epochs", "store")
 
 
 @in_turn
@@ -73,18 +64,14 @@ def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    kernel: Literal["hmc", "mams", "mclmc", "sghmc"] | None = None,
-    batches: Iterable[Any] | None = None,
+    kernel: Literal["hmc", "mams", "mclmc"] = "hmc",
     num_chains: int | None = None,
     frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
     quantities: Quantities | None = None,
     max_gradients: int = 4000,
     max_leapfrogs: int = 64,
-    max_epochs: int | None = None,
     max_seconds: float | None = None,
     max_draws: int = 100,
-    step_size: float | None = None,
-    store: str | Path | None = None,
     num_workers: int | None = None,
     seed: int | None = None,
     checkpoint: str | Path | None = None,
@@ -100,9 +87,10 @@ def refine(
     r"""Move draws of a guide to the posterior by many chains.
 
     Each draw starts a chain. All chains move together, in one vectorised density, in a common
-    frame in which posterior standard deviations are near one.
+    frame in which posterior standard deviations are near one. Models that cannot run on all data
+    need :func:`~pyro_implicit.mcmc.refine_by_minibatches`.
 
-    **With all data** the chains run Hamiltonian Monte Carlo. In the warm-up, the frame is estimated
+    The chains run Hamiltonian Monte Carlo. In the warm-up, the frame is estimated
     from the chains in windows that double, and :class:`~pyro_implicit.mcmc.ChEES` finds step size
     and trajectory length. The warm-up ends when the log-density no longer drifts. Then the kernel
     is frozen and leaves the posterior exactly invariant.
@@ -126,15 +114,7 @@ def refine(
     standard deviations, or the budget ends. Discrete latent variables are annealed from draws of
     the prior instead (:mod:`~pyro_implicit.mcmc.mixed_tempering`).
 
-    **With minibatches** (``batches``), for models that have no full pass, such as networks, the
-    chains run stochastic gradient dynamics (:mod:`~pyro_implicit.mcmc.kernels.sghmc`). There is no
-    Metropolis step, so the draws are not exact: gradient noise widens the posterior, and more so
-    with longer steps, while short steps stay near the guide. The warm-up, three tenths of the run,
-    finds the step size from curvature and gradient noise
-    (:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`). The result names the active bound
-    and the expected excess of variances.
-
-    **Examples:**
+    **Example:**
 
     >>> import pyro, pyro.distributions as dist
     >>> from pyro.infer.autoguide import AutoNormal
@@ -148,39 +128,20 @@ def refine(
     >>> result.stopped, f"{result.get_samples()['scale'].mean():.0f}"
     ('converged', '2')
 
-    >>> from torch.utils.data import DataLoader, TensorDataset
-    >>> def model(x, y):
-    ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-    ...     with pyro.plate("rows", 100, subsample_size=len(x)):
-    ...         pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-    >>> x = torch.linspace(-1, 1, 100)
-    >>> loader = DataLoader(TensorDataset(x, 0.3 * x), batch_size=20, shuffle=True)
-    >>> guide = AutoNormal(model)
-    >>> result = refine(model, guide, batches=loader, max_epochs=40, seed=0, progress=False)
-    >>> result.choice.limit, result.get_samples()["slope"].shape
-    ('balance', torch.Size([560]))
-
     :param model: a Pyro model of continuous latents, with all its data and nothing subsampled.
-        With ``batches`` it scales the minibatch to all data, by
-        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))`` or ``poutine.scale``.
     :param guide: any guide of this model, trained or not; or draws: a dict of constrained values by
         site, ``(num_draws, *site_shape)``, such as particles, or an object with ``get_samples``,
         such as :class:`AutoEnsemble` and ``MCMC``. If there are fewer draws than chains, some
         draws start several chains. A result of :func:`~pyro_implicit.fit` stands for its ``guide``.
-    :param args: the arguments of model and guide; with ``batches``, the first arguments, which are
-        the same for all minibatches.
-    :param kernel: ``"hmc"``, the default, or ``"mclmc"`` for networks: microcanonical Langevin
+    :param args: the arguments of model and guide.
+    :param kernel: ``"hmc"``, or ``"mclmc"`` for networks: microcanonical Langevin
         dynamics without Metropolis steps, whose chains share neither frame nor step size
         (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`); or ``"mams"``, the same with Metropolis
         steps after the first part of the warm-up, which is exact and takes shorter steps
-        (:func:`~pyro_implicit.mcmc.kernels.mams.step`). With minibatches ``"sghmc"``.
-    :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
-        or of single arguments, that can be passed over many times. For a model that draws its own
-        rows, ``[()] * batches_per_epoch``.
-    :param num_chains: at least 8; by default 256, or fewer if ``max_seconds`` is short, and 8 with
-        minibatches, where each chain costs a network's pass in every step. With ``"mclmc"`` and
-        ``"mams"`` any number; by default one chain for each given draw, such as the members of an
-        :class:`AutoEnsemble`, or 16 for other guides.
+        (:func:`~pyro_implicit.mcmc.kernels.mams.step`).
+    :param num_chains: at least 8; by default 256, or fewer if ``max_seconds`` is short. With
+        ``"mclmc"`` and ``"mams"`` any number; by default one chain for each given draw, such as the
+        members of an :class:`AutoEnsemble`, or 16 for other guides.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for a diagonal and the directions in
         which draws or scores are widest, ``"diagonal"``; or a space other than the latents, for
         funnels: ``"noise"`` of an injective :class:`~pyro_implicit.AutoImplicit`, or
@@ -197,23 +158,18 @@ def refine(
     :param max_gradients: gradients of each chain, warm-up included. The chains may exceed it by one
         transition, and for twelve draws.
     :param max_leapfrogs: leapfrog steps of one transition.
-    :param max_epochs: passes over the minibatches; by default ten, or as many as make 2,000 steps.
     :param max_seconds: wall time, with the choice of the space and the warm-up. If it ends the
         warm-up, the chains' last positions are the draws, and no verdict trusts them. A run that it
         stops is not reproducible.
     :param max_draws: kept draws of each chain; longer chains are thinned.
-    :param step_size: with minibatches, the step size in the frame, instead of the automatic one.
-    :param store: with minibatches, a folder for the draws, one file for each kept step, so that
-        the draws need not fit into memory; see :meth:`Refined.stream`.
     :param num_workers: the number of processes between which the rows of the log-density are
-        divided with all data, if this saves at least 2 ms in each evaluation; by default as many as
+        divided, if this saves at least 2 ms in each evaluation; by default as many as
         torch has intra-operation threads (``torch.get_num_threads()``), at most 4. The processes
         are forked, so the model need not be picklable; without Linux, or if torch has an
         accelerator, there is one. Equal seeds give equal draws for equal numbers of processes.
     :param seed: by default the current random streams are used.
     :param checkpoint: a file. A killed run resumes from it when it is called again with the same
-        arguments, and ends with bit-identical draws. With minibatches and without ``store``, the
-        draws are next to the file, in a folder with ".draws" added to its name.
+        arguments, and ends with bit-identical draws.
     :param checkpoint_every: transitions between two writings of the checkpoint.
     :param temper: whether annealing replaces the chains, as above. R-hat is then that of chains
         that are worth as many draws; the chains cannot be continued.
@@ -225,16 +181,12 @@ def refine(
     :param policy: all further numbers; see :class:`~pyro_implicit.mcmc.ChainPolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: further keyword arguments of model and guide.
-    :raises SubsampledError: for a model that subsamples its data; with minibatches, for a latent of
-        each row.
-    :raises ValueError: for a guide of another model, an unknown frame or kernel, an option that the
-        kernel does not have, too few chains, steps or kept draws (fewer than 4 with all data),
-        quantities that are not one of each chain, starts of which none has a finite log-density,
-        empty ``batches``, a model that does not scale a minibatch, NaN among a minibatch's
-        observations, or a checkpoint of other settings; with ``temper`` for a checkpoint, a kernel
-        or a frame, for more than 100 latent variables, and for a discrete latent with other latents
-        whose prior cannot be drawn from.
-    :raises RuntimeError: if all chains of minibatches leave the finite numbers.
+    :raises SubsampledError: for a model that subsamples its data.
+    :raises ValueError: for a guide of another model, an unknown frame or kernel, too few chains,
+        steps or kept draws (fewer than 4), quantities that are not one of each chain, starts of
+        which none has a finite log-density, or a checkpoint of other settings; with ``temper`` for
+        a checkpoint, a kernel or a frame, for more than 100 latent variables, and for a discrete
+        latent with other latents whose prior cannot be drawn from.
     :warns UserWarning: for quantities that are not finite.
 
     **References:**
@@ -243,11 +195,9 @@ def refine(
        in Hamiltonian Monte Carlo*.
     2. Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman (2022), *Nested R-hat:
        Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*.
-    3. Chen, Fox and Guestrin (2014), *Stochastic Gradient Hamiltonian Monte Carlo*.
-    4. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
+    3. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
     """
-    kernel = kernel or ("hmc" if batches is None else "sghmc")
-    _check_kernel(kernel, batches, locals())
+    _check_kernel(kernel)
     policy = policy or DEFAULT
     refuse_counts(checkpoint_every=checkpoint_every)
     refuse_nonpositive(max_seconds=max_seconds)
@@ -255,13 +205,6 @@ def refine(
     kwargs = {**kwargs, **(model_kwargs or {})}
     settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     guide = guide_of("refine", guide, or_draws=True)
-    if batches is not None:
-        with watching(progress, callbacks):
-            return _refine_by_minibatches(
-                model, guide, args, kwargs, kernel, BatchStream(batches), num_chains, max_epochs,
-                limit, max_draws, step_size, store, checkpoint, checkpoint_every, policy,
-                settings,
-            )  # fmt: skip
     adapts_number = num_chains is None and not KERNELS[kernel].separate and not temper
     if num_chains is None:
         num_chains = _default_chains(kernel, guide, policy, temper)
@@ -290,57 +233,6 @@ def refine(
         )  # fmt: skip
 
 
-def _refine_by_minibatches(
-    model: Callable[..., Any],
-    guide: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    kernel: str,
-    stream: BatchStream,
-    num_chains: int | None,
-    max_epochs: int | None,
-    limit: TimeLimit,
-    max_draws: int,
-    step_size: float | None,
-    store: str | Path | None,
-    checkpoint: str | Path | None,
-    checkpoint_every: int,
-    policy: ChainPolicy,
-    settings: dict[str, Any],
-) -> Refined:
-    num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
-    epochs = 1 if max_epochs is None else max_epochs
-    refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
-    refuse_nonpositive(step_size=step_size)
-    batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
-    check_scaling(batched, stream)
-    schedule = _schedule(max_epochs, stream.epoch_length, max_draws, policy)
-    settings |= {
-        "latent_dim": batched.latent_dim,
-        "num_chains": num_chains,
-        "schedule": schedule,
-        "step_size": step_size,
-    }
-    file = Checkpoint(checkpoint, settings, checkpoint_every)
-    if store is None and file.path is not None:
-        store = file.path.with_name(file.path.name + ".draws")
-    draws = DrawStore(store)
-    walkers: MinibatchChains | None = file.load(batched.init_loc.device)
-    if walkers is not None:
-        stream.restore(walkers.stream_state)
-        draws.go_on(walkers.num_draws)
-    else:
-        draws.begin()
-        sampler = Sampler(batched, guide)
-        walkers = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
-    walkers.attach(batched, stream, draws)
-    walkers.max_seconds = limit.seconds()
-    if walkers.transitions == 0:
-        file.save(walkers)
-    run(walkers, file)
-    return collect_minibatches(batched, walkers, draws, stream.epoch_length)
-
-
 def refine_target(
     sampler: Sampler,
     num_chains: int,
@@ -349,7 +241,7 @@ def refine_target(
     max_leapfrogs: int = 64,
     max_draws: int = 100,
     max_seconds: float | None = None,
-    kernel: str = "hmc",
+    kernel: Literal["hmc", "mams", "mclmc"] = "hmc",
     quantities: Quantities | None = None,
     compile: CompileMode = "auto",
     policy: ChainPolicy = DEFAULT,
@@ -581,75 +473,11 @@ def _check_tempering(target: Target, kernel: str, frame: str, checkpoint: Any) -
         )
 
 
-def _start(
-    sampler: Sampler,
-    stream: BatchStream,
-    kernel: str,
-    num_chains: int,
-    schedule: StepSchedule,
-    step_size: float | None,
-    policy: ChainPolicy,
-) -> MinibatchChains:
-    target = sampler.target
-    frame = minibatch_frame(target, sampler, stream, policy)
-    points = sampler.draw(num_chains)
-    starts = finite_starts(target.score, points, sampler, lambda: blame(target, points))
-    return MinibatchChains(
-        kernel=kernel,
-        state=KERNELS[kernel].init(frame.to_white(starts.points), target.score),
-        frame=frame,
-        policy=policy,
-        replaced=starts.replaced,
-        schedule=schedule,
-        planned=schedule.steps,
-        given_step=step_size,
-    )
-
-
-def _schedule(
-    max_epochs: int | None, epoch_length: int, max_draws: int, policy: ChainPolicy
-) -> StepSchedule:
-    limits = policy.langevin
-    epochs = max_epochs or max(limits.default_epochs, -(-limits.default_steps // epoch_length))
-    steps = epochs * epoch_length
-    if steps < limits.least_in_all:
-        raise ValueError(
-            f"{epochs} epochs of {epoch_length} minibatches are {steps} steps, but the warm-up "
-            f"and a draw take at least {limits.least_in_all}. Cure: more max_epochs"
-        )
-    warmup = round(limits.warmup_share * steps)
-    return StepSchedule(steps, warmup, max_draws)
-
-
-def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {tuple(KERNELS)}, but got {kernel!r}")
-    by_minibatches = KERNELS[kernel].adaptation is None
-    parameters = inspect.signature(refine).parameters
-    foreign = OF_ALL_DATA if by_minibatches or batches is not None else OF_MINIBATCHES
-    for name in foreign:
-        if options[name] == parameters[name].default:
-            continue
-        if foreign is OF_MINIBATCHES:
-            raise ValueError(
-                f"{name} is for minibatches. Cure: leave it out, or give batches; the length of a "
-                "run with all data is max_gradients"
-            )
-        raise ValueError(
-            f"{name} is for kernel='hmc' and all data. Cure: leave it out, or leave out "
-            "kernel and batches; the length of a run with minibatches is max_epochs"
-        )
-    if batches is not None and not by_minibatches:
-        fitting = tuple(name for name, one in KERNELS.items() if one.adaptation is None)
-        raise ValueError(
-            f"with batches kernel must be one of {fitting}, but got {kernel!r}: Metropolis' rule "
-            "needs all data"
-        )
-    if batches is None and by_minibatches:
-        raise ValueError(
-            f"kernel={kernel!r} needs batches. Cure: batches=loader, where the loader gives tuples "
-            "of the model's arguments"
-        )
+def _check_kernel(kernel: str) -> None:
+    of_all_data = tuple(name for name, one in KERNELS.items() if one.adaptation is not None)
+    if kernel not in of_all_data:
+        by_minibatches = "; with minibatches, refine_by_minibatches" if kernel in KERNELS else ""
+        raise ValueError(f"kernel must be one of {of_all_data}{by_minibatches}, but got {kernel!r}")
 
 
 def _refuse_mixed(target: Target, kernel: str, frame: str) -> None:

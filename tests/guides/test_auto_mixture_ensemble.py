@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_implicit import AutoEnsemble, diagnose, evidence_bound, fit, refine
 from pyro_implicit.guides import init_to_shuffled
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.nn import classifier, evaluate, start_values, to_bayesian_
 
 Y = torch.tensor([1.0, 3.0], dtype=torch.double)
@@ -139,8 +140,8 @@ def test_networks_in_one_fit_and_what_takes_it():
     assert report.num_samples == 4 and report.accuracy > 0.9
     assert guide.get_samples()["0.weight"].flatten(1).std(0).min() > 0.05  # of several modes
     with pytest.warns(UserWarning, match="forgot their start only"):  # so few epochs
-        refined = refine(
-            labels, result, kernel="sghmc", batches=loader, num_chains=4, max_epochs=3,
+        refined = refine_by_minibatches(
+            labels, result, batches=loader, num_chains=4, max_epochs=3,
             progress=False,
         )  # fmt: skip
     assert refined.frame == "diagonal" and refined.num_chains == 4

@@ -25,7 +25,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.density import SubsampledError, Target
 from pyro_implicit.generators import Generator
-from pyro_implicit.mcmc import ChainPolicy, ChEES, refine
+from pyro_implicit.mcmc import ChainPolicy, ChEES, refine, refine_by_minibatches
 from pyro_implicit.mcmc import chains as chains_module
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
@@ -520,7 +520,7 @@ def test_refuses_draws_of_other_shapes(weight, message, by_minibatches):
     draws = {"rate": torch.ones(9)} | ({} if weight is None else {"weight": weight})
     with pytest.raises(ValueError, match=message):
         if by_minibatches:
-            refine(regression, draws, kernel="sghmc", batches=[(X, Y)], progress=False)
+            refine_by_minibatches(regression, draws, batches=[(X, Y)], progress=False)
         else:
             short(draws)
 

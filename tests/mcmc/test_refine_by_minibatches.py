@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from pyro_implicit.density import Target
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import ChainPolicy, Refined, refine
+from pyro_implicit.mcmc import ChainPolicy, Refined, refine, refine_by_minibatches
 from pyro_implicit.mcmc import minibatch_chains as module
 from pyro_implicit.mcmc.frame import estimate_frame, minibatch_frame
 from pyro_implicit.mcmc.policy import LangevinPolicy
@@ -50,9 +50,10 @@ def exact(count, spread=1.0):
 
 
 def short(guide=None, model=regression, batches=None, **options):
-    options = {"kernel": "sghmc", "max_epochs": 4, "seed": 0, "progress": False} | options
+    options = {"max_epochs": 4, "seed": 0, "progress": False} | options
     batches = loader() if batches is None else batches
-    return refine(model, exact(64) if guide is None else guide, batches=batches, **options)
+    guide = exact(64) if guide is None else guide
+    return refine_by_minibatches(model, guide, batches=batches, **options)
 
 
 def test_moments_of_a_conjugate_posterior():
@@ -302,11 +303,10 @@ def test_arguments_of_model_and_guide():
         with pyro.plate("rows", 40, subsample_size=len(y)):
             pyro.sample("y", dist.Normal(x + shift, 1.0), obs=y)
 
-    result = refine(
+    result = refine_by_minibatches(
         model,
         {"x": 2.0 + 0.2 * torch.randn(20, generator=torch.Generator().manual_seed(0))},
         5.0,
-        kernel="sghmc",
         batches=[torch.full((20,), 7.0)] * 2,
         max_epochs=100,
         seed=0,
@@ -419,23 +419,11 @@ def test_nan_in_a_minibatch(place):
         ({"step_size": -1.0}, "step_size must be positive"),
         ({"max_seconds": 0.0}, "max_seconds must be positive, but got 0.0"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
-        ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
-        ({"frame": "full"}, "frame is for kernel='hmc'"),
     ],
 )
 def test_refuses_settings(change, message):
     with pytest.raises(ValueError, match=message):
         short(**change)
-
-
-@pytest.mark.parametrize("name", ["step_size", "max_epochs", "store"])
-def test_refuses_options_of_minibatches_with_all_data(name):
-    with pytest.raises(ValueError, match=f"{name} is for minibatches. Cure"):
-        refine(regression, exact(8), X, Y, progress=False, **{name: 2})
-
-
-def test_minibatches_alone_choose_their_kernel():
-    assert short(kernel=None).kernel == "sghmc"
 
 
 def test_the_policy_reaches_the_kernel():
@@ -447,8 +435,8 @@ def test_the_policy_reaches_the_kernel():
     assert choice.heat == pytest.approx(choice.noise * choice.step_size / 8)
 
 
-def test_refuses_missing_batches():
-    with pytest.raises(ValueError, match="kernel='sghmc' needs batches.*Cure"):
+def test_refine_names_the_function_for_minibatches():
+    with pytest.raises(ValueError, match="mclmc'\\); with minibatches, refine_by_minibatches"):
         refine(regression, exact(8), X, Y, kernel="sghmc", progress=False)
 
 

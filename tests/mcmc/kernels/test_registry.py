@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc import refine, refine_by_minibatches
 from pyro_implicit.mcmc.kernels import KERNELS, Kernel, hmc, sghmc
 
 MEAN, SD = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
@@ -57,8 +57,8 @@ def test_a_new_kernel_of_minibatches(monkeypatch):
     torch.manual_seed(0)
     guide = AutoNormal(rows)
     guide(batches[0])
-    known = refine(rows, guide, kernel="sghmc", **options)
-    other = refine(rows, guide, kernel="other", **options)
+    known = refine_by_minibatches(rows, guide, **options)
+    other = refine_by_minibatches(rows, guide, kernel="other", **options)
     assert len(calls) == 100 and other.kernel == "other"
     assert other.get_samples()["x"].equal(known.get_samples()["x"])
 
