@@ -58,7 +58,7 @@ def data(x, y):
 @pytest.mark.parametrize("batches", [False, True])
 def test_a_given_guide_is_kept_when_its_chains_are_interrupted(batches, monkeypatch):
     x, y = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
-    where = "auto.refine" if batches else "refinement.refine_target"
+    where = "auto.refine_by_minibatches" if batches else "refinement.refine_target"
     monkeypatch.setattr(f"pyro_implicit.fitting.{where}", press)
     guide = AutoNormal(data)
     rows = [(x[:4], y[:4]), (x[4:], y[4:])]
