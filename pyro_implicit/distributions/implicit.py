@@ -219,9 +219,10 @@ class Implicit(TorchDistribution):
         :raises IntractableDensityError: always, naming the ELBOs that can train the distribution.
         """
         raise IntractableDensityError(
-            f"the density of {type(self).__name__} is intractable, so an ELBO that needs log_prob "
-            "(such as Trace_ELBO) cannot train it. Cure: use one of "
-            f"{', '.join(self.trained_by) or 'the ELBOs of pyro_implicit.infer'}"
+            f"the density of {type(self).__name__} is intractable, and log_prob, Trace_ELBO, "
+            "render_model and importance sampling need it. Cure: to train, "
+            f"{', '.join(self.trained_by) or 'the ELBOs of pyro_implicit.infer'}; to judge, "
+            "evidence_bound or diagnose; to draw the model, render_model(model)"
         )
 
 

@@ -21,6 +21,7 @@ from pyro.infer.autoguide import (
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
+from pyro_implicit.density.checks import warn_of_angle
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -148,12 +149,12 @@ def find_frame(
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :returns: None for a part of a model (``poutine.block``), which has no density, and for a model
         whose density raises an error.
-    :warns UserWarning: if the density raises an error.
+    :warns UserWarning: if the density raises an error, and for angles.
     """
     if _hides_sites(model):
         return None
     try:
-        # Training repeats the warnings about the model.
+        # Training repeats the warnings about the model, but for angles.
         with poutine.block(), seeded(0, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target = Target.of_minibatches(
@@ -164,14 +165,18 @@ def find_frame(
                 init_loc_fn=init_loc_fn,
                 model_kwargs=kwargs,
             )
-            return _gaussian(target, has_start=init_loc_fn is not init_to_median)
+            nodes = target.trace_at(target.init_loc).nodes
+            frame = _gaussian(target, has_start=init_loc_fn is not init_to_median)
     except Exception as error:  # any error of the model
-        cause = first_line(error)
-    warn_user(
-        f"the guide found no frame, and is initialised as with frame=None ({cause}). Cure: "
-        "frame=None, a Frame, or a fitted Gaussian guide",
-    )
-    return None
+        warn_user(
+            f"the guide found no frame, and is initialised as with frame=None "
+            f"({first_line(error)}). Cure: frame=None, a Frame, or a fitted Gaussian guide",
+        )
+        return None
+    for name, site in nodes.items():
+        if name in target.shapes:
+            warn_of_angle(name, site)
+    return frame
 
 
 def _gaussian(target: Target, has_start: bool) -> Frame:

@@ -315,8 +315,10 @@ class RowData:
             values.append(value)
         if len({len(value) for value in values}) > 1:
             raise ValueError(
-                f"the arguments {self.places} have {[len(value) for value in values]} rows, but "
-                f"the arguments of plate '{self.plate_name}' must have equal numbers"
+                f"the arguments {self.places} of the model have {[len(one) for one in values]} rows"
+                f", but all count as data of plate '{self.plate_name}', because they had as many "
+                "rows as the plate at the first call. Cure: a first call with another number of "
+                "rows than other arguments have; or keep those out of the arguments"
             )
         return values
 

@@ -140,7 +140,7 @@ class DrawSummaries:
 
         :param quantiles: levels between 0 and 1.
         :param args: the model's arguments, as ``kwargs``, if the guide reads them or was never
-            called.
+            called. Without them there are no latent variables of rows (``create_plates``).
         :param num_samples: number of draws; the standard error of a median is 1.25 standard
             deviations over the root of this number.
         :returns: constrained values by site, ``(len(quantiles), *site_shape)``.
@@ -164,7 +164,7 @@ class DrawSummaries:
         """Estimate posterior medians of each latent variable, as :meth:`quantiles`.
 
         :param args: the model's arguments, as ``kwargs``, if the guide reads them or was never
-            called.
+            called. Without them there are no latent variables of rows (``create_plates``).
         :param num_samples: number of draws.
         :returns: constrained values by site, ``site_shape``.
         """
@@ -488,8 +488,14 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         args: tuple,
         kwargs: dict[str, Any],
     ) -> dict[str, Tensor]:
+        if self._row_sites and (args or kwargs):
+            return super()._unconstrained(num_samples, transforms, args, kwargs)
         latents = self._draw(num_samples, *args, **kwargs)
         return site_parts(latents, self._unconstrained_shapes)
+
+    def _transforms(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Transform]:
+        found = super()._transforms(args, kwargs)
+        return found | {site.name: biject_to(site.support) for site in self._row_sites}
 
     def _constrain(self, latents: Tensor) -> dict[str, Tensor]:
         nodes = self.prototype_trace.nodes

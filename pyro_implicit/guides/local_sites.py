@@ -15,6 +15,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from pyro_implicit.runtime.sites import attribute_name
+
 __all__ = ["LocalSite", "RowNormals", "find_local_sites"]
 
 
@@ -34,7 +36,7 @@ class LocalSite(NamedTuple):
     @property
     def key(self) -> str:
         """The name, as part of the name of a parameter."""
-        return self.name.replace(".", "_")
+        return attribute_name(self.name)
 
     @property
     def size(self) -> int:

@@ -29,6 +29,7 @@ from pyro_implicit.infer.engine.traces import (
     set_score_parts,
 )
 from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
+from pyro_implicit.runtime.sites import attribute_name
 
 __all__ = ["ImplicitELBO", "ImplicitSite", "NetworkELBO", "adam_step"]
 
@@ -221,6 +222,7 @@ class ImplicitELBO(StepELBO):
         try:
             model_trace = self._run_model(particles)
             guide_trace = prune_subsample_sites(guide_trace)
+            self._check_structure(model, guide, args, kwargs, (model_trace, guide_trace))
             for name, site in drawn.sites.items():
                 prior: Any = None
                 if self.needs_prior:
@@ -303,8 +305,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
         :param make: makes the network, the first time.
         :param like: a tensor of its dtype and on its device.
         """
-        # Names of modules have no dots, and differ from the attributes of ModuleDict.
-        key = name.replace("-", "-h").replace(".", "-d")
+        key = attribute_name(name)  # which differs from the attributes of ModuleDict
         key += "-" if hasattr(nn.ModuleDict(), key) else ""
         if key not in self.networks:
             self.networks[key] = make().to(dtype=like.dtype, device=like.device)

@@ -27,6 +27,7 @@ __all__ = [
     "FlatPriorStart",
     "Owned",
     "Site",
+    "attribute_name",
     "example_tensor",
     "graph_leaves",
     "innermost",
@@ -149,6 +150,17 @@ def is_data(site: Site, factors: bool = True) -> bool:
     if site["infer"].get("_deterministic") or masks_all and isinstance(fn.base_dist, Delta):
         return False
     return factors or not isinstance(fn, Unit)
+
+
+def attribute_name(site: str) -> str:
+    """Turn the name of a site into one without dots, differently for different sites.
+
+    **Example:**
+
+    >>> attribute_name("net.weight"), attribute_name("net_weight")
+    ('net-dweight', 'net_weight')
+    """
+    return site.replace("-", "-h").replace(".", "-d")
 
 
 def is_flat(fn: Any) -> bool:

@@ -120,7 +120,7 @@ def test_refuses_generators_that_lose_the_batch(kind):
 def test_log_prob_names_the_cure(kind, monkeypatch):
     q = make(kind)
     monkeypatch.setattr(type(q), "trained_by", ["THIS_ELBO", "THAT_ELBO"])
-    with pytest.raises(IntractableDensityError, match="Cure: use one of THIS_ELBO, THAT_ELBO"):
+    with pytest.raises(IntractableDensityError, match="Cure: to train, THIS_ELBO, THAT_ELBO"):
         q.log_prob(q.sample())
     monkeypatch.setattr(type(q), "trained_by", [])
     with pytest.raises(NotImplementedError, match=r"use one of the ELBOs of pyro_implicit\.infer"):

@@ -238,3 +238,32 @@ def test_members_of_an_ensemble_have_common_rows():
     draws = guide.sample_posterior(2, x, index)
     expected = guide.rows.loc_z[:3] + 0.5 * (draws["mean"].unsqueeze(-1) - 1.0)
     torch.testing.assert_close(draws["z"], expected, atol=1e-3, rtol=0)
+
+
+def test_names_with_dots_and_underscores_are_different_latents():
+    def pair(x, index):
+        pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", NUM_ROWS, subsample=index):
+            first = pyro.sample("z.loc", dist.Normal(5.0, 1.0))
+            second = pyro.sample("z_loc", dist.Normal(-5.0, 1.0))
+            pyro.sample("x", dist.Normal(first + second, 1.0), obs=x)
+
+    guide = AutoSemiImplicit(pair, frame=None, create_plates=rows_of)
+    guide(data()[:4], torch.arange(4))
+    with torch.no_grad():
+        guide.rows.loc_z_loc.fill_(-7.0)
+    drawn = guide.sample_posterior(100, data()[:4], torch.arange(4))
+    assert drawn["z_loc"].mean() < -6 and drawn["z.loc"].mean() > 4
+
+
+@pytest.mark.parametrize("kind", [AutoSemiImplicit, AutoEnsemble])
+def test_summaries_have_the_latents_of_rows(kind):
+    guide, index = kind(model, create_plates=rows_of), torch.tensor([2, 7, 5])
+    x = data()[index]
+    guide(x, index)
+    median = guide.median(x, index)
+    assert {name: value.shape for name, value in median.items()} == {"mean": (), "z": (3,)}
+    low, high = guide.quantiles([0.1, 0.9], x, index)["z"]
+    drawn = guide.sample_posterior(2000, x, index)["z"]
+    share = ((drawn > low) & (drawn < high)).double().mean(0)
+    assert (share - 0.8).abs().max() < 0.06

@@ -43,6 +43,7 @@ __all__ = [
     "refuse_moving_sites",
     "refuse_moving_supports",
     "refuse_unfit_sites",
+    "warn_of_angle",
     "warn_of_missing_data",
 ]
 
@@ -94,7 +95,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
         )
     for name, site in continuous.items():
         _warn_of_masked(name, site)
-        _warn_of_angle(name, site)
+        warn_of_angle(name, site)
     refuse_unfit_data(trace)
 
 
@@ -143,7 +144,8 @@ def _refuse_boundless(name: str, site: Site) -> None:
         ) from None
 
 
-def _warn_of_angle(name: str, site: Site) -> None:
+def warn_of_angle(name: str, site: Site) -> None:
+    """Warn of a latent variable whose density is periodic on the real line."""
     fn = innermost(site["fn"])
     if isinstance(fn, (SineBivariateVonMises, VonMises)):
         warn_user(

@@ -92,6 +92,12 @@ def _blame_gradient(target: Target, points: Tensor) -> str:
             f"{first_line(target.error)}. Cure: "
             + (cure if found else "a model that computes by torch alone")
         )
+    if log_prob.isfinite().all() and score.isfinite().all():
+        return (
+            "no site, but its log-density consists of rounding errors, or the model is random "
+            "beyond its latents. Cure: float64; or pyro.sample for the random quantity, and "
+            "networks with dropout in .eval() mode"
+        )
     lost = [f"'{name}'" for name, part in target.split(score).items() if not part.isfinite().all()]
     return (
         f"no site by itself, but its gradient by {', '.join(lost) or 'all latents'} is not finite. "

@@ -9,6 +9,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -34,7 +35,7 @@ from pyro_implicit.infer.engine.traces import (
     nonfinite_terms,
     refuse_nonfinite,
 )
-from pyro_implicit.runtime.global_state import refuse_outer_plates
+from pyro_implicit.runtime.global_state import refuse_outer_plates, same_streams
 from pyro_implicit.runtime.messages import refuse_unknown, warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 
@@ -54,6 +55,7 @@ class ElboState:
     ``unchanged`` which distributions need no changes. ``value_ndims`` are the dimensions of each of
     the guide's values outside the particle plate, None before the first run; ``implicit_sites`` and
     ``checked_sites`` name its implicit sites, and those that have passed a method's checks.
+    ``structures`` are the latent variables of model and guide that have been compared.
 
     ``memory`` is what a method keeps from step to step, by purpose and site: tensors, named tuples
     of tensors, or other values that a recorded step does not change. ``optimisers`` train a
@@ -65,6 +67,7 @@ class ElboState:
     value_ndims: dict[str, int] | None = None
     implicit_sites: set[str] = field(default_factory=set)
     checked_sites: set[str] = field(default_factory=set)
+    structures: set[tuple[frozenset[str], frozenset[str]]] = field(default_factory=set)
     unchanged: set[tuple] = field(default_factory=set)
     memory: dict[tuple[str, str], Any] = field(default_factory=dict)
     optimisers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
@@ -179,6 +182,7 @@ class StepELBO(Trace_ELBO):
         self.num_skipped = 0
         self.num_left_out = 0
         self._given_nesting = self.max_plate_nesting
+        self._is_resumed = False
         self._pair: Pair | None = None
         self._particles: Particles | None = None
         self.state = self._new_state()
@@ -212,6 +216,7 @@ class StepELBO(Trace_ELBO):
         self.state.memory.update(copy.deepcopy(state["memory"]))
         self.num_steps_taken, self.num_skipped = state["num_steps"], state["num_skipped"]
         self.num_left_out = state["num_left_out"]
+        self._is_resumed = True
 
     def _new_state(self) -> ElboState:
         mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
@@ -226,7 +231,9 @@ class StepELBO(Trace_ELBO):
             self._forget(guide)
         if self.state.value_ndims is not None:
             return
-        found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
+        # The first step of an interrupted run has made this run already.
+        with same_streams() if self._is_resumed else nullcontext():
+            found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
         for name, site in found.guide_sites.items():
             self._check_trainable(name, site)
         self._check_sum(found.discrete)
@@ -235,6 +242,30 @@ class StepELBO(Trace_ELBO):
             self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
         self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
         self._pair = Pair(model, guide)
+
+    def _check_structure(
+        self,
+        model: Callable,
+        guide: Callable,
+        args: tuple,
+        kwargs: dict,
+        traces: tuple[Trace, Trace],
+    ) -> None:
+        """Check latent variables that differ from those of all steps before, by a first run."""
+        latents, drawn = (
+            frozenset(
+                name
+                for name, site in trace.nodes.items()
+                if site["type"] == "sample" and not site["is_observed"]
+            )
+            for trace in traces
+        )
+        known = self.state.structures
+        if (latents, drawn) not in known:
+            if known:
+                with same_streams():
+                    first_run(model, guide, args, kwargs, self.max_plate_nesting)
+            known.add((latents, drawn))
 
     def _forget(self, guide: Callable) -> None:
         assert self._pair is not None

@@ -194,7 +194,6 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped():
     saved, random = elbo.get_state(), pyro.util.get_rng_state()
     expected = [elbo.differentiable_loss(model, guide).item() for _ in range(3)]
     fresh = UIVI_ELBO(4)
-    fresh.loss(model, guide)  # its first run of model and guide draws, too
     fresh.set_state(saved)
     pyro.util.set_rng_state(random)
     found = [fresh.differentiable_loss(model, guide).item() for _ in range(3)]
@@ -281,3 +280,25 @@ def test_nan_among_the_observations_is_suspected():
     with pyro.validation_enabled(False):
         with pytest.raises(NonFiniteError, match="site 'y' is nan for every particle.*mask"):
             LIVI_ELBO(4).loss(model, AutoSemiImplicit(model, frame=None))
+
+
+def test_sites_that_change_between_steps_are_named():
+    def rows(x, y=None, slope=False):
+        weight = pyro.sample("weight", dist.Normal(0.0, 1.0))
+        if slope:
+            pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            return pyro.sample("y", dist.Normal(weight * x, 1.0), obs=y)
+
+    x = torch.linspace(-1, 1, 5)
+    elbo, optim = LIVI_ELBO(2), pyro.optim.Adam({"lr": 0.01})
+    svi = SVI(rows, AutoSemiImplicit(rows, frame=None), optim, elbo)
+    svi.step(x)
+    with pytest.raises(ValueError, match=r"samples \['y'\], which the model observes.*Cure"):
+        svi.step(x, x)
+    svi = SVI(rows, AutoSemiImplicit(rows, frame=None), optim, elbo)
+    pyro.clear_param_store()
+    svi.step(x, x)
+    with pytest.raises(ValueError, match="slope.*Cure"):
+        svi.step(x, x, slope=True)
+    svi.step(x, x)
