@@ -28,7 +28,7 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_interval,
 )
 from pyro_implicit.diagnostics.moments import rounding
-from pyro_implicit.diagnostics.policy import COMPARE, VERDICT, ComparePolicy
+from pyro_implicit.diagnostics.policy import COMPARE, REFERENCE, VERDICT, ComparePolicy
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
     describe,
@@ -125,6 +125,7 @@ def compare(
     :raises ValueError: if no site is common to both, a site's shapes differ, draws are not
         finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
     """
+    policy = policy or COMPARE
     refuse_swapped("compare", model, guide)
     guide = posterior_of("compare", guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
@@ -147,7 +148,7 @@ def compare(
     chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
     if chains is not None:
         reference_draws = {name: value.flatten(0, 1) for name, value in chains.items()}
-    num_reference = _count(reference_draws, "reference", at_least=COMPARE.least_draws)
+    num_reference = _count(reference_draws, "reference", at_least=REFERENCE.least_draws)
     if not _has_draws(guide):
         number = num_samples or num_reference
         guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
@@ -171,7 +172,7 @@ def compare(
     if model is not None and function is None:  # else there is no density to say
         try:
             target = Target(model, *args, model_kwargs=kwargs)
-            lost = missing_mass(target, guide, guide_draws, reference_draws)
+            lost = missing_mass(target, guide, guide_draws, reference_draws, policy)
             check = replace(check, missing=lost)
         except Exception as error:  # any error of the model
             check = replace(check, unsearched=first_line(error))
@@ -193,13 +194,13 @@ def compare(
         distance_interval=sliced_wasserstein_interval(
             x_standard, y_standard, check.independent_draws
         ),
-        policy=policy or COMPARE,
+        policy=policy,
     )
 
 
 def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
     guide_sd, reference_sd, scale = x.std(dim=0), y.std(dim=0), _scale(y)
-    levels = list(COMPARE.quantiles)
+    levels = list(REFERENCE.quantiles)
     guide_mean, reference_mean = x.double().mean(dim=0), y.double().mean(dim=0)
     both_constant = (guide_sd <= rounding(y)) & (reference_sd <= rounding(y))
     sd_ratio = torch.where(both_constant, torch.ones_like(scale), guide_sd / reference_sd)
@@ -280,7 +281,7 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
         common = [name for name in source if name in site_dims]
         grouped = bool(common) and all(
             source[name].dim() == site_dims[name] + 2
-            and source[name].shape[1] >= COMPARE.least_draws
+            and source[name].shape[1] >= REFERENCE.least_draws
             for name in common
         )
         return dict(source) if grouped else None
@@ -314,7 +315,7 @@ def check_mixing(
     inverse_sizes = []
     for name in draws:
         value = (one_chain if chains is None else chains)[name]
-        if not value.is_floating_point() or value.shape[1] < COMPARE.least_draws:
+        if not value.is_floating_point() or value.shape[1] < REFERENCE.least_draws:
             continue
         value = value.detach().double().flatten(2) if value.dim() > 2 else value.double()[..., None]
         length = min(length, value.shape[1])
@@ -339,7 +340,7 @@ def check_mixing(
     return ReferenceCheck(
         effective_sample_size=ess if math.isfinite(ess) else None,
         worst_ess=worst_ess,
-        r_hat=r_hat if r_hat > 0 and length >= COMPARE.least_draws else None,
+        r_hat=r_hat if r_hat > 0 and length >= REFERENCE.least_draws else None,
         worst_r_hat=worst_r_hat,
         settled=isinstance(source, Refined) and source.settled,
         # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
@@ -353,6 +354,7 @@ def missing_mass(
     guide: Any,
     guide_draws: Mapping[str, Tensor],
     reference_draws: Mapping[str, Tensor],
+    policy: ComparePolicy = COMPARE,
 ) -> float:
     """Estimate the posterior mass of regions with draws of the guide and none of the reference.
 
@@ -365,6 +367,7 @@ def missing_mass(
     :param guide: a guide, or its draws.
     :param guide_draws: by site, ``(num_draws, *site_shape)``.
     :param reference_draws: likewise.
+    :param policy: with fewer far draws than its ``least_mass``, the mass counts as 0.
     :raises ValueError: if one side lacks a latent variable.
     """
     for draws in (guide_draws, reference_draws):
@@ -374,12 +377,12 @@ def missing_mass(
         found = target.unconstrain(_some(guide_draws))
         frame = _Neighbours(reference)
         far = frame.are_far(found)
-        if far.double().mean() < COMPARE.least_mass:
+        if far.double().mean() < policy.least_mass:
             return 0.0
         by_weights = _weighted_share(Sampler(target, guide), frame)
         if by_weights is not None:
             return by_weights
-        limit = target.log_prob(reference).quantile(COMPARE.typical)
+        limit = target.log_prob(reference).quantile(REFERENCE.typical)
         return (far & (target.log_prob(found) > limit)).double().mean().item()
 
 
@@ -390,7 +393,7 @@ class _Neighbours:
         self.scale = torch.where(sd > 0, sd, torch.ones_like(sd))
         self.points = self._standard(points)
         own = pairwise_distances(self.points, self.points).fill_diagonal_(math.inf).amin(-1)
-        self.limit = COMPARE.far * own.quantile(0.99)
+        self.limit = REFERENCE.far * own.quantile(0.99)
 
     def _standard(self, points: Tensor) -> Tensor:
         return (points.double() - self.center) / self.scale
@@ -403,7 +406,7 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
     if not callable(sampler.guide) or isinstance(sampler.guide, StoredDraws):
         return None
     try:
-        weighted = weighted_draws(sampler.target, sampler.guide, num_samples=COMPARE.max_points)
+        weighted = weighted_draws(sampler.target, sampler.guide, num_samples=REFERENCE.max_points)
     except ValueError:  # no density
         return None
     weights = LogWeights(weighted.log_weights)
@@ -414,4 +417,4 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
 
 def _some(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     count = len(next(iter(draws.values())))
-    return {name: value[:: -(-count // COMPARE.max_points)] for name, value in draws.items()}
+    return {name: value[:: -(-count // REFERENCE.max_points)] for name, value in draws.items()}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-from pyro_implicit.diagnostics.policy import COMPARE, REPORT, ComparePolicy
+from pyro_implicit.diagnostics.policy import COMPARE, REFERENCE, REPORT, ComparePolicy
 
 __all__ = ["Comparison", "ReferenceCheck", "SiteComparison", "plot_posteriors"]
 
@@ -202,7 +202,7 @@ class Comparison(Printed):
                 **numbers,
                 "num_samples": _num_draws(self.guide_draws),
                 "num_reference_samples": _num_draws(self.reference_draws),
-                "quantiles": COMPARE.quantiles,
+                "quantiles": REFERENCE.quantiles,
                 "sites": {name: vars(site) for name, site in self.sites.items()},
                 "floor_ratio": self.floor_ratio,
                 "floor_ratio_interval": self.floor_ratio_interval,
@@ -260,7 +260,7 @@ def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
             *(f"{value:.4g}" for value in moments),
             f"{mean_error:+.2f}",
             f"{sd_ratio:.2f}",
-            f"{error:+.2f} at {COMPARE.quantiles[int(level)]:>3.0%}",
+            f"{error:+.2f} at {REFERENCE.quantiles[int(level)]:>3.0%}",
         )
 
     shown = count if count <= REPORT.max_rows else REPORT.max_rows - 1

@@ -20,6 +20,7 @@ __all__ = [
     "DISTANCES",
     "EFFORT",
     "MOMENTS",
+    "REFERENCE",
     "REPORT",
     "VERDICT",
     "ComparePolicy",
@@ -253,9 +254,6 @@ class VerdictPolicy:
 class ComparePolicy:
     """Limits of the verdict of :func:`~pyro_implicit.diagnostics.compare`."""
 
-    #: Probabilities of the quantiles whose errors are reported.
-    quantiles: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
-
     #: Ratio to the sampling floor up to which draws cannot be told from exact draws.
     at_floor: float = 1.5
 
@@ -267,11 +265,19 @@ class ComparePolicy:
     #: R-hat of the worst coordinate of a reference, at most.
     max_r_hat: float = CHAINS.stopping.strict_r_hat
 
-    #: Draws of a chain below which it has no R-hat: two in each half.
-    least_draws: int = CHAINS.least_kept
-
     #: Posterior mass, as a share, that a reference may lack.
     least_mass: float = 0.01
+
+
+@dataclass(frozen=True)
+class ReferencePolicy:
+    """Comparison with a reference: quantiles, chains, and the search for lacking mass."""
+
+    #: Probabilities of the quantiles whose errors are reported.
+    quantiles: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+    #: Draws of a chain below which it has no R-hat: two in each half.
+    least_draws: int = CHAINS.least_kept
 
     #: Draws of both sides in which the lacking mass is sought; time grows with their square.
     max_points: int = 1000
@@ -342,6 +348,7 @@ CHECKS = CheckPolicy()
 EFFORT = EffortPolicy()
 VERDICT = VerdictPolicy()
 COMPARE = ComparePolicy()
+REFERENCE = ReferencePolicy()
 DISTANCES = DistancePolicy()
 CALIBRATION = CalibrationPolicy()
 REPORT = ReportPolicy()

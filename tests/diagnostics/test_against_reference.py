@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import numpy as np
 import pyro
@@ -128,13 +129,35 @@ def test_verdicts_by_interval():
     assert verdict(1.7, 0.0, 3**0.5).startswith("cannot tell: 1.7 times as far off as exact draws")
 
 
-def test_a_policy_moves_the_limits():
+def one_mode_and_few_draws_of_the_other():
+    """Only four of 500 draws are far from the reference, fewer than the default limit."""
+    reference = 4 + torch.randn(500, 2)
+    guide = reference.clone()
+    guide[:4] -= 8
+    return two_modes, {"x": guide}, {"x": reference}
+
+
+def far_off_chains():
+    return None, {"x": 2 * torch.randn(500, 2)}, autoregression(4, 200)
+
+
+LIMITS = {
+    "at_floor": (far_off_chains, 1e9, "the guide is as near as exact draws would be"),
+    "least_ess": (far_off_chains, 1000, "the reference is too poor to judge by: [0-9]+ effective"),
+    "max_r_hat": (far_off_chains, 0.9, "the reference is too poor to judge by: R-hat"),
+    "least_mass": (one_mode_and_few_draws_of_the_other, 0.005, "the reference is the worse one"),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ComparePolicy)])
+def test_every_limit_of_a_policy_moves_the_verdict(name):
     torch.manual_seed(0)
-    guide, chains = {"x": torch.randn(500, 2)}, autoregression(4, 200)
-    assert compare(None, guide, chains).verdict.startswith("the guide is")
-    policy = ComparePolicy(least_ess=1000)
-    verdict = compare(None, guide, chains, policy=policy).verdict
-    assert verdict.startswith("the reference is too poor to judge by") and "effective" in verdict
+    make, limit, expected = LIMITS[name]
+    posteriors = make()
+    assert re.match("the guide is|cannot tell", compare(*posteriors).verdict)
+    assert not re.match(expected, compare(*posteriors).verdict)
+    policy = ComparePolicy(**{name: limit})
+    assert re.match(expected, compare(*posteriors, policy=policy).verdict)
 
 
 def test_to_dict_is_json():
