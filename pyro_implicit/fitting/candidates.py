@@ -29,7 +29,13 @@ from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import uncovered_modes
-from pyro_implicit.fitting.policy import DEFAULT, ChoicePolicy, CorrectionPolicy, MixturePolicy
+from pyro_implicit.fitting.policy import (
+    DEFAULT,
+    DRAWS_AT_ONCE,
+    ChoicePolicy,
+    CorrectionPolicy,
+    MixturePolicy,
+)
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import Frame, own_names
@@ -336,7 +342,6 @@ def exact_log_weights(
     guide: AutoGuide,
     target: Target,
     num_draws: int,
-    draws_at_once: int = DEFAULT.correction.draws_at_once,
     log_prob: Callable[[Tensor], Tensor] | None = None,
     noise: Tensor | None = None,
 ) -> tuple[Tensor, LogWeights]:
@@ -356,7 +361,6 @@ def exact_log_weights(
     :param guide: a guide for which ``has_exact_density`` is true.
     :param target: the posterior.
     :param num_draws: the number of draws.
-    :param draws_at_once: the number of draws that are evaluated together.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
     :param noise: the noise of the draws ``(num_draws, latent_dim)``, for instance Sobol points; by
         default random. A mixture has none.
@@ -368,11 +372,11 @@ def exact_log_weights(
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     parts, log_weights = [], []
     log_prob = log_prob or target.log_prob
-    for first in range(0, num_draws, draws_at_once):
+    for first in range(0, num_draws, DRAWS_AT_ONCE):
         if noise is None or isinstance(guide, AutoMixture):
-            part = q.sample(torch.Size((min(draws_at_once, num_draws - first),)))
+            part = q.sample(torch.Size((min(DRAWS_AT_ONCE, num_draws - first),)))
         else:
-            part = guide.get_transform()(noise[first : first + draws_at_once])
+            part = guide.get_transform()(noise[first : first + DRAWS_AT_ONCE])
         parts.append(part)
         log_weights.append(log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
@@ -559,7 +563,7 @@ def reliability(
     If the policy accepts them, up to 8,000 more draws must agree, as many as a few seconds allow:
     a mode that the guide hardly covers has one draw in a thousand, and no other draw reveals it.
     """
-    found = exact_log_weights(guide, target, policy.num_weighed, policy.draws_at_once)[1]
+    found = exact_log_weights(guide, target, policy.num_weighed)[1]
     if not policy.accepts(found):
         return found
     seconds = seconds_near(target.log_prob, target.init_loc, not target.is_vectorized)(
@@ -569,7 +573,7 @@ def reliability(
     number = min(policy.num_weighed_again, affordable)
     if number <= policy.num_weighed:
         return found
-    more = exact_log_weights(guide, target, number, policy.draws_at_once)[1]
+    more = exact_log_weights(guide, target, number)[1]
     again = LogWeights(torch.cat([found.values, more.values]))
     return again if again.efficiency < policy.agrees * found.efficiency else found
 
@@ -617,7 +621,7 @@ def corrected_draws(
     """
     proposals = math.ceil(policy.oversampling * num_samples / efficiency)
     number = max(proposals, policy.least_proposals)
-    draws, log_weights = exact_log_weights(guide, target, number, policy.draws_at_once)
+    draws, log_weights = exact_log_weights(guide, target, number)
     return target.constrain(draws[log_weights.resample(num_samples)])
 
 

@@ -21,6 +21,7 @@ from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELI
 
 __all__ = [
     "DEFAULT",
+    "DRAWS_AT_ONCE",
     "BudgetPolicy",
     "ChoicePolicy",
     "CorrectionPolicy",
@@ -35,6 +36,9 @@ __all__ = [
     "TrainingPolicy",
     "UpdatePolicy",
 ]
+
+#: Draws of a guide whose importance weights are computed together; bounds memory.
+DRAWS_AT_ONCE = 2000
 
 
 @dataclass(frozen=True)
@@ -416,9 +420,6 @@ class CorrectionPolicy:
 
     #: Effective draws for each dimension, at least, whose moments make another Gaussian.
     matched_per_dim: float = 4.0
-
-    #: Draws that are evaluated together; bounds memory.
-    draws_at_once: int = 2000
 
     #: Effective draws of the guide for each resampled draw.
     oversampling: int = 2

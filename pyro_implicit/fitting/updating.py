@@ -125,7 +125,7 @@ def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
 def _integrated(posterior: Any, names: set[str]) -> Target | None:
     """Return the density of some sites if all others belong to groups and can be integrated out."""
     model, args, kwargs = posterior.source
-    policy = DEFAULT.hierarchy
+    policy = posterior.policy.hierarchy
     with suppress(ValueError):  # the others do not belong to independent groups
         groups = Groups(model, args, kwargs=kwargs)
         local, everything = set(groups.sites), set(groups.target.shapes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 __all__ = [
     "DEFAULT",
     "INVERSION",
+    "MODES_SHOWN",
     "TEACHING",
     "ChainPolicy",
     "FramePolicy",
@@ -23,6 +24,9 @@ __all__ = [
     "WarmupPolicy",
     "WindowPolicy",
 ]
+
+#: Modes whose weights are printed, heaviest first.
+MODES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -566,9 +570,6 @@ class TemperingPolicy:
 
     #: Transitions of the resampled particles, each of which is kept as a draw.
     num_draws: int = 8
-
-    #: Modes whose weights are printed, heaviest first.
-    num_shown: int = 8
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.mcmc.kernels import hmc
-from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy, TemperingPolicy
+from pyro_implicit.mcmc.policy import DEFAULT, MODES_SHOWN, StoppingPolicy, TemperingPolicy
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracker, pooled
@@ -63,8 +63,8 @@ class ModeWeights(NamedTuple):
     def __str__(self) -> str:
         pairs = zip(self.weights.tolist(), self.errors.tolist(), strict=True)
         shown = [f"{weight:.3f} +- {error:.3f}" for weight, error in pairs]
-        most = DEFAULT.tempering.num_shown
-        shares = ", ".join([*shown[:most], "..."] if len(shown) > most else shown)
+        some = [*shown[:MODES_SHOWN], "..."] if len(shown) > MODES_SHOWN else shown
+        shares = ", ".join(some)
         evidence = f"{self.log_evidence:.2f} +- {self.log_evidence_error:.2f}"
         return f"weights of modes by annealing: {shares}; log evidence {evidence}"
 
@@ -97,6 +97,7 @@ class LabelledScore:
     :param space: gives the model's log-density.
     :param frame: a normal for each label.
     :param label: of each chain, ``(n,)``.
+    :param label_width: the factor on the standard deviations of these normals.
     :param reference: the distribution at power 0.
     """
 
@@ -105,10 +106,12 @@ class LabelledScore:
         space: Space,
         frame: NormalMixture,
         label: Tensor,
+        label_width: float,
         reference: NormalMixture | None = None,
         power: float = 1.0,
     ) -> None:
         self.space, self.frame, self.label = space, frame, label
+        self.label_width = label_width
         self.reference, self.power = reference, power
         self.last: Evaluated | None = None
 
@@ -124,7 +127,7 @@ class LabelledScore:
             log_q, slope = self.reference.score(here.points)
             density = self.power * density + (1 - self.power) * log_q
             gradient = self.power * gradient + (1 - self.power) * slope
-        log_share = log_shares(self.frame, here.points)
+        log_share = log_shares(self.frame, here.points, self.label_width)
         density = density + log_share.gather(-1, self.label.unsqueeze(-1)).squeeze(-1)
         return density, self.frame.pull_back(gradient, self.label)
 
@@ -133,14 +136,14 @@ class LabelledScore:
         return ChainState(self.frame.to_white(here.points, self.label), *self.at(here))
 
 
-def log_shares(frame: NormalMixture, points: Tensor) -> Tensor:
+def log_shares(frame: NormalMixture, points: Tensor, width: float) -> Tensor:
     """Return the log-probabilities of labels at points ``(n, d)``, ``(n, num_labels)``."""
-    return (frame.log_joint(points) / DEFAULT.tempering.label_width**2).log_softmax(-1)
+    return (frame.log_joint(points) / width**2).log_softmax(-1)
 
 
-def draw_labels(frame: NormalMixture, points: Tensor) -> Tensor:
+def draw_labels(frame: NormalMixture, points: Tensor, width: float) -> Tensor:
     """Draw a label for each point, ``(n,)``."""
-    shares = log_shares(frame, points).exp().nan_to_num(1.0)
+    shares = log_shares(frame, points, width).exp().nan_to_num(1.0)
     return torch.multinomial(shares, 1).squeeze(-1)
 
 
@@ -238,11 +241,13 @@ class Cloud:
 class Walkers(NamedTuple):
     """What moves particles: ``frame`` and the adaptation of Hamiltonian Monte Carlo.
 
+    ``label_width`` is the factor on the standard deviations of the normals that give the labels.
     ``num_points`` counts gradients of single particles.
     """
 
     frame: NormalMixture
     adaptation: hmc.ChEES
+    label_width: float
     num_points: int = 0
 
     def moved(
@@ -253,9 +258,8 @@ class Walkers(NamedTuple):
         power: float = 1.0,
     ) -> tuple[Walkers, Evaluated]:
         """Make one transition of all points."""
-        score = LabelledScore(
-            space, self.frame, draw_labels(self.frame, here.points), reference, power
-        )
+        label = draw_labels(self.frame, here.points, self.label_width)
+        score = LabelledScore(space, self.frame, label, self.label_width, reference, power)
         before = score.state(here)
         settings = self.adaptation.settings(before)
         after, info = hmc.step(before, score, settings)
@@ -263,7 +267,7 @@ class Walkers(NamedTuple):
         assert score.last is not None
         rows = (after.position != before.position).any(-1)
         done = self.num_points + info.num_gradients * len(rows)
-        return Walkers(self.frame, adaptation, done), here.moved(score.last, rows)
+        return self._replace(adaptation=adaptation, num_points=done), here.moved(score.last, rows)
 
 
 def anneal(
@@ -505,7 +509,8 @@ def temper(
     normals = NormalMixture.of(log_mass, modes.loc, modes.scale_tril)
     reference = reference_of(normals, wide, limits.widening, limits.prior_share)
     adaptation = hmc.adaptation(policy, min(limits.max_leapfrogs, plan.max_leapfrogs))
-    walkers = Walkers(reference, adaptation.started_at(limits.first_step * dim**-0.25))
+    adaptation = adaptation.started_at(limits.first_step * dim**-0.25)
+    walkers = Walkers(reference, adaptation, limits.label_width)
     cloud, walkers = anneal(space, reference, walkers, number, limits)
     here = cloud.here.take(cloud.resampled(number))
     walkers, settled = _walk(space, walkers, here, limits.settling)

@@ -17,6 +17,7 @@ from pyro_implicit.fitting import (
     Candidate,
     ChoicePolicy,
     CorrectionPolicy,
+    candidates,
     choose,
     exact_guide,
     frame_of_draws,
@@ -69,12 +70,14 @@ def spied(monkeypatch):
     return density, guide, sizes
 
 
-def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
+def test_few_draws_are_evaluated_together(monkeypatch):
     density, guide, sizes = spied(monkeypatch)
-    policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20, draws_at_once=20)
+    monkeypatch.setattr(candidates, "DRAWS_AT_ONCE", 20)
+    weigh("start", guide, density)
+    policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20)
     reliability(guide, density, policy)
     corrected_draws(guide, density, 10, 0.5, policy)
-    assert max(sizes) == 20 and sum(sizes) > 1_000
+    assert max(sizes) == 20 and sum(sizes) > 2_000
 
 
 @pytest.mark.parametrize("efficiency, number", [(0.5, 400), (0.8, 250)])

@@ -21,7 +21,15 @@ from torch.distributions import Categorical, MixtureSameFamily, MultivariateNorm
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import Fit, JointPrior, UpdatePolicy, posterior_as_prior, updating
+from pyro_implicit.fitting import (
+    Fit,
+    FitPolicy,
+    HierarchyPolicy,
+    JointPrior,
+    UpdatePolicy,
+    posterior_as_prior,
+    updating,
+)
 from pyro_implicit.fitting.updating import log_prob_of, normal_mixture
 from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
@@ -190,6 +198,8 @@ def test_latents_of_groups_are_integrated_out_of_the_density(model: Callable) ->
     log_prob = log_prob_of(found, draws.keys())
     torch.testing.assert_close(log_prob(draws).double(), expected, atol=0.02, rtol=1e-4)
     assert log_prob_of(found, ["mean"]) is None
+    found.policy = FitPolicy(hierarchy=HierarchyPolicy(max_shift=0.0))  # no number suffices
+    assert log_prob_of(found, draws.keys()) is None
 
 
 def test_latents_that_share_data_have_no_known_density() -> None:

@@ -134,6 +134,14 @@ def test_a_mode_that_the_search_missed_is_found_from_the_prior():
     torch.testing.assert_close(shares.double(), WEIGHTS, rtol=0, atol=0.03)
 
 
+def test_the_policy_sets_the_width_of_labels():
+    modes, draws = find_modes(Target(four()), starts=CORNERS), []
+    for width in (2.0, 2.0, 1.0):
+        torch.manual_seed(0)
+        draws.append(temper_from(four(), modes, num_particles=64, label_width=width).draws)
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
 def test_errors_are_those_of_repetitions():
     """Of one cloud of 256 particles after the first, so that errors are large."""
     modes, z, errors = find_modes(Target(four()), starts=CORNERS), [], []
