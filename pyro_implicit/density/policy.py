@@ -53,7 +53,8 @@ class RunPolicy:
     num_rounded: int = 4
 
     #: Runs at one point whose observed sites are compared: a loop of random length, of two lengths,
-    #: has one length in all of them in 1 of 100 cases.
+    #: has one length in all of them in 1 of 100 cases. Draws of the prior at which the supports and
+    #: shapes of all latent variables are compared, for the same reason.
     num_compared_runs: int = 8
 
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
@@ -225,9 +226,6 @@ class DiscretePolicy:
 
     #: Sites, at most, of which some elements are moved to see whether they share a term.
     max_probed: int = 8
-
-    #: Draws of the prior at which the supports and shapes of all latent variables are compared.
-    num_compared_runs: int = 8
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from pyro_implicit.density.model import (
     subsampled_plate,
     varying_site,
 )
-from pyro_implicit.density.policy import DISCRETE, MAX_DENSE_DIM, RUNS
+from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
 from pyro_implicit.density.run_mode import RunMode
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
@@ -339,7 +339,7 @@ class Target:
 
     def _elements_of(self, first: Trace) -> Elements:
         others = []
-        for _ in range(DISCRETE.num_compared_runs):
+        for _ in range(RUNS.num_compared_runs):
             with suppress(*IMPOSSIBLE):  # at draws of the prior
                 others.append(self._prior_run())
         refuse_moving_sites(first, others, self.sampled)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
-from pyro_implicit.diagnostics.policy import Thresholds
+from pyro_implicit.diagnostics.policy import EFFORT, Thresholds
 from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
@@ -119,7 +119,7 @@ class BudgetPolicy:
     search_seconds: float = 20.0
 
     #: Newton iterations of the search in all, at least; with fewer, the search is skipped.
-    least_iterations: int = 10
+    least_iterations: int = EFFORT.least_iterations
 
     #: Newton iterations in all, at most, as by the defaults of ``find_modes``.
     most_iterations: int = SEARCH.max_rounds * SEARCH.max_iterations
@@ -164,8 +164,9 @@ class BudgetPolicy:
     #: Gradients per chain that most posteriordb models need; with fewer, chains are halved again.
     usual_gradients: int = 1200
 
-    #: Share of the cost of a gradient at which halving the chains ends.
-    worthwhile: float = 0.7
+    #: Share of the cost of a gradient at which halving the chains ends, as in
+    #: :func:`~pyro_implicit.mcmc.refine`.
+    worthwhile: float = ChainPolicy.worthwhile
 
     #: Modes of the search up to which they are weighed; five exchangeable parts have 120. More are
     #: those of many independent choices, of which a search sees few: 12 pairs of modes have 4,096.
