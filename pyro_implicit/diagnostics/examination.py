@@ -87,7 +87,6 @@ def examine(
         effort.num_samples,
         target.latent_dim,
         semi_implicit=isinstance(guide, AutoSemiImplicit),
-        planned_seconds=effort.seconds,
         spared=effort.spared,
         policy=policy,
     )

@@ -66,7 +66,6 @@ class Diagnosis(Printed):
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
-    :ivar planned_seconds: estimated time of the model's evaluations, in seconds of one core.
     :ivar spared: checks that the budget reduced or skipped.
     :ivar skipped: checks that do not apply, and why.
     :ivar policy: the limits of the verdict.
@@ -90,7 +89,6 @@ class Diagnosis(Printed):
     settled: bool = False
     modes_weighed: bool = False
     labels: tuple[str, ...] = field(default=(), repr=False)
-    planned_seconds: float = math.nan
     spared: tuple[str, ...] = ()
     skipped: str = ""
     judged: str = ""

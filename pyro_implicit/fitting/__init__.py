@@ -4,7 +4,6 @@
 from pyro_implicit.fitting.auto import fit
 from pyro_implicit.fitting.candidates import (
     Candidate,
-    MixtureWeights,
     choose,
     exact_guide,
     exact_log_weights,
@@ -52,7 +51,6 @@ __all__ = [
     "JointPrior",
     "LogEvidence",
     "MixturePolicy",
-    "MixtureWeights",
     "ModelComparison",
     "NetworkPolicy",
     "Schedule",

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro.distributions.constraints as constraints
 import torch
@@ -54,7 +54,6 @@ from pyro_implicit.runtime.sites import (
 
 __all__ = [
     "Candidate",
-    "MixtureWeights",
     "choose",
     "corrected_draws",
     "exact_guide",
@@ -218,7 +217,7 @@ def set_weights(
     """
     if isinstance(guide, AutoMixture):
         parts = guide.get_posterior().components
-        guide.log_weights = mixture_weights(target, parts, policy=policy).log_weights
+        guide.log_weights = mixture_weights(target, parts, policy=policy)
 
 
 def frame_of_draws(draws: Tensor) -> Frame:
@@ -391,25 +390,12 @@ def set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return guide
 
 
-class MixtureWeights(NamedTuple):
-    """Normalised ``log_weights`` ``(num_components,)`` and the ``elbo`` ``()`` that they reach.
-
-    The log-weight of a component is -inf if the log-density is finite at none of its draws.
-    """
-
-    log_weights: Tensor
-    elbo: Tensor
-
-
 @torch.no_grad()
 def mixture_weights(
     target: Target,
     components: Sequence[Distribution],
-    num_draws: int | None = None,
-    tolerance: float = 1e-4,
-    max_iterations: int = 1000,
     policy: MixturePolicy | None = None,
-) -> MixtureWeights:
+) -> Tensor:
     r"""Maximise the exact ELBO of a mixture :math:`q_w = \sum_k w_k q_k` over its weights.
 
     With p the model's unnormalised density,
@@ -443,18 +429,16 @@ def mixture_weights(
     ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
     ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
     >>> parts = [dist.Normal(m, 0.1).expand([1]).to_event(1) for m in (3.0, -3.0)]
-    >>> weights = mixture_weights(Target(model), parts)
-    >>> weights.log_weights.diff().round(decimals=1)
+    >>> mixture_weights(Target(model), parts).diff().round(decimals=1)
     tensor([1.])
 
     :param target: the posterior.
     :param components: distributions of the unconstrained latent vector with a density at any point,
         such as ``AutoMixture(...).get_posterior().components``.
-    :param num_draws: the number of draws of each component. By default 1,000; with more than eight
-        components 8,000 in all, at least 100 of each.
-    :param tolerance: in nats, the distance from the maximum at which the iteration stops.
-    :param max_iterations: the maximal number of iterations; overlapping components need many.
-    :param policy: the default numbers of draws.
+    :param policy: the numbers of draws and iterations. By default, each component has 1,000 draws;
+        more than eight components have 8,000 in all, at least 100 of each.
+    :returns: the normalised log-weights ``(num_components,)``, -inf for a component at none of
+        whose draws the log-density is finite.
     :raises ValueError: for no components, or if the log-density is finite at no draw.
     :raises NotImplementedError: for a component without a density.
 
@@ -465,8 +449,8 @@ def mixture_weights(
     """
     if not components:
         raise ValueError("mixture_weights needs at least one component")
-    if num_draws is None:
-        num_draws = (policy or DEFAULT.mixture).draws_of_each(len(components))
+    policy = policy or DEFAULT.mixture
+    num_draws = policy.draws_of_each(len(components))
     draws = [q.sample(torch.Size((num_draws,))) for q in components]
     log_p = torch.stack([target.log_prob(points) for points in draws])
     points = torch.cat(draws)
@@ -484,35 +468,29 @@ def mixture_weights(
         )
     kept = share > 0
     chosen = is_good.flatten()
-    found = _maximise(
-        log_p.flatten()[chosen],
-        log_q[chosen][:, kept] - share[kept].log(),
-        tolerance,
-        max_iterations,
-    )
     log_weights = torch.full_like(share, -math.inf)
-    log_weights[kept] = found.log_weights
-    return MixtureWeights(log_weights.to(points), found.elbo.to(points))
+    log_weights[kept] = _maximise(
+        log_p.flatten()[chosen], log_q[chosen][:, kept] - share[kept].log(), policy
+    )
+    return log_weights.to(points)
 
 
-def _maximise(
-    log_p: Tensor, log_q: Tensor, tolerance: float, max_iterations: int
-) -> MixtureWeights:
+def _maximise(log_p: Tensor, log_q: Tensor, policy: MixturePolicy) -> Tensor:
     """``log_p`` is ``(num_points,)``, ``log_q`` is ``(num_points, num_components)``."""
     log_total = log_q.logsumexp(-1)
     shares = (log_q - log_total.unsqueeze(-1)).exp()
     expect = shares / shares.sum(0)  # column k takes the expectation under component k
     smallest = torch.finfo(shares.dtype).tiny
     log_weights = log_q.new_zeros(log_q.shape[-1]).log_softmax(0)
-    for iteration in range(max_iterations + 1):
+    for iteration in range(policy.max_iterations + 1):
         weights = log_weights.exp()
         log_mixture = log_total + (shares @ weights).clamp(min=smallest).log()
         values = expect.mT @ (log_p - log_mixture)
         elbo = weights @ values
-        if values.max() - elbo < tolerance or iteration == max_iterations:
+        if values.max() - elbo < policy.tolerance or iteration == policy.max_iterations:
             break
         log_weights = (log_weights + values).log_softmax(0)
-    return MixtureWeights(log_weights, elbo)
+    return log_weights
 
 
 def gaussian_guide(

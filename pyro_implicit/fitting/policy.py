@@ -476,6 +476,12 @@ class MixturePolicy:
     #: Draws of all components; every component's density is evaluated at each.
     all_draws: int = 8000
 
+    #: Nats from the maximum of the ELBO at which the iteration ends.
+    tolerance: float = 1e-4
+
+    #: Iterations, at most; overlapping components need many.
+    max_iterations: int = 1000
+
     def draws_of_each(self, number: int) -> int:
         """Return the draws of each of so many components."""
         return max(self.least_draws, min(self.most_draws, self.all_draws // number))

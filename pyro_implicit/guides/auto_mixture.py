@@ -63,7 +63,7 @@ class AutoMixture(AutoDraws):
     >>> from pyro_implicit.fitting.candidates import mixture_weights
     >>> from pyro_implicit.density.target import Target
     >>> parts = guide.get_posterior().components
-    >>> guide.log_weights = mixture_weights(Target(model), parts).log_weights
+    >>> guide.log_weights = mixture_weights(Target(model), parts)
 
     :param model: a Pyro model with continuous latents and fixed structure.
     :param components: :class:`AutoImplicit` or :class:`AutoSemiImplicit` guides of this model,
