@@ -425,8 +425,10 @@ def _fit_by_search(
         if refine is not False and not math.isfinite(exact.bound):
             if target.widen(modes.loc):  # rounding errors of large terms may make a spike
                 return _fit_by_search(stages, target, plan, refine)
-            # The search ended in a spike, as a funnel has at scale 0, where no Gaussian is near.
-            return _fit_without_search(stages, target, plan)
+            possible = target.log_prob(exact.draws).isfinite().double().mean()
+            if possible < policy.choice.least_possible:
+                # The search ended in a spike, as a funnel has at scale 0: no Gaussian is near.
+                return _fit_without_search(stages, target, plan)
         near = exact.gap < policy.choice.near
         if refine is False and not near:
             train_semi_implicit(stages, target, exact)

@@ -363,6 +363,10 @@ class ChoicePolicy:
     #: The same if ``max_seconds`` is short, at least.
     least_weighed: int = 50
 
+    #: Least share of a Gaussian's draws with a density, for chains to start there: data may bound a
+    #: latent variable.
+    least_possible: float = 0.05
+
     #: Share of the lowest log-weights that a bound leaves out: draws of a guide that is too wide.
     trimmed: float = 0.01
 

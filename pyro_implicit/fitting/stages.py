@@ -512,6 +512,8 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             if found is not None and policy.correction.accepts(found):
                 stages.reliability = found
                 return gaussian
+            if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
+                return gaussian
             efficiency = 0.0 if found is None else found.efficiency
             if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
                 stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from pyro.distributions import Delta, MaskedDistribution, Unit
+from pyro.distributions import Categorical, Delta, MaskedDistribution, OneHotCategorical, Unit
 from pyro.distributions.hmm import HiddenMarkovModel
 from pyro.distributions.util import scale_and_mask
 from pyro.infer.inspect import get_dependencies
@@ -57,6 +58,16 @@ def explain(
             f"the model raises {first_line(error)} Cure: a matrix that has an inverse; with "
             "neighbours in a lattice or graph, elements without neighbours (islands) have rows of "
             "zeros, and need a prior of their own"
+        )
+    missing = [
+        f"argument {name} is NaN in {describe_nan(value)}"
+        for name, value in _named(args, kwargs)
+        if describe_nan(value)
+    ]
+    if missing and "nan" in str(error):
+        return ValueError(
+            f"the model raises {first_line(error)}: {' and '.join(missing)}. Cure: leave these "
+            "rows out, or replace the missing values, for instance by latent variables"
         )
     empty = [
         f"argument {name} has no rows, shape {tuple(value.shape)}"
@@ -114,7 +125,7 @@ def refuse_unfit_data(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises TypeError: for an observation of a type for which its distribution has no density.
     :raises ValueError: for an observation that broadcasting repeats, that does not broadcast, that
-        is NaN or outside its support, or of a point mass.
+        is NaN, infinite, outside of its support or at its edge, or of a point mass.
     """
     observed = {name: site for name, site in trace.nodes.items() if is_data(site)}
     for name, site in observed.items():
@@ -287,11 +298,16 @@ def _outside(name: str, site: Site) -> str:
     try:
         support = fn.support
         inside = support.check(value)
-        if inside.all() or any(True for _ in support_bounds(support)):
+        if any(True for _ in support_bounds(support)):
             return ""
-        whole = without_validation(fn).log_prob(value, *site["args"])
     except Exception:  # a distribution without a support, or one that cannot check it
         return ""
+    try:
+        whole = site_log_prob({**site, "mask": None})
+    except Exception:  # of labels that are none
+        whole = torch.ones(fn.batch_shape)
+    if inside.all():
+        return _at_the_edge(name, site, support, whole)
     missing = value.isnan() if value.is_floating_point() else torch.zeros_like(value).bool()
     counted = scale_and_mask(whole, mask=site["mask"]) != 0
     rank = missing.dim() - inside.dim()
@@ -300,10 +316,39 @@ def _outside(name: str, site: Site) -> str:
     number = int(outside.sum())
     if not number:
         return ""
+    labels = ""
+    if isinstance(innermost(fn), (Categorical, OneHotCategorical)):
+        labels = " (labels begin at 0)"
     return (
         f"the observation of site '{name}' is outside {support} in {number} of {outside.numel()} "
-        "elements. Cure: other data, or a distribution of that support; its validate_args=False if "
-        "this is meant, as with gray pixels under a Bernoulli"
+        f"elements. Cure: other data{labels}, or a distribution of that support; its "
+        "validate_args=False if this is meant, as with gray pixels under a Bernoulli"
+    )
+
+
+def _at_the_edge(name: str, site: Site, support: Any, log_prob: Tensor) -> str:
+    """Describe data without a finite density, which are infinite or at the edge of the support."""
+    value = site["value"]
+    if support.is_discrete or value.dim() != log_prob.dim():
+        return ""
+    lost = scale_and_mask(log_prob, mask=site["mask"]).isfinite().logical_not()
+    infinite = int((lost & value.isinf()).sum())
+    if infinite:
+        return (
+            f"the observation of site '{name}' is infinite in {infinite} of {value.numel()} "
+            "elements. Cure: leave these elements out, or mask them"
+        )
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    low, high = (getattr(support, f"{side}_bound", math.nan) for side in ("lower", "upper"))
+    number = int((lost & ((value == low) | (value == high))).sum())
+    if not number:
+        return ""
+    return (
+        f"the observation of site '{name}' is at the edge of {support} in {number} of "
+        f"{value.numel()} elements, where its density is 0 or infinite. Cure: a distribution "
+        "that has a probability of these values, such as a mixture with a point mass; or data that "
+        "are moved inside, such as (y * (n - 1) + 0.5) / n of n proportions"
     )
 
 

@@ -215,3 +215,42 @@ def test_an_impossible_observation_is_none_of_another_type():
     for y in (torch.tensor([0, 1, 2]), torch.tensor([0.0, 1.0, 2.0])):
         with pytest.raises(ValueError, match="outside .* in 1 of 1 elements"):
             observing(lambda x: dist.LogNormal(x, 1.0).to_event(1), y)
+
+
+@pytest.mark.parametrize(
+    ("fn", "y", "message"),
+    [
+        (lambda x: dist.Categorical(x.exp().expand(3)), [1, 2, 3], "outside .* 1 of 3 .*begin at 0"),
+        (lambda x: dist.Beta(2 + x.exp(), 3.0), [0.0, 0.5, 1.0], "edge of .* in 2 of 3 .*Cure"),
+        (lambda x: dist.Normal(x, 1.0), [0.0, torch.inf], "infinite in 1 of 2 elements. Cure"),
+    ],
+)
+def test_observations_without_a_density(fn, y, message):
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", fn(x), obs=y)
+
+    with pytest.raises(ValueError, match=f"the observation of site 'y' is .*{message}"):
+        Target(model, torch.tensor(y))
+
+
+def test_observations_at_an_edge_with_a_density():
+    def model(y):
+        rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Exponential(rate), obs=y)
+            pyro.sample("share", dist.Beta(2.0, 2.0).mask(y > 0), obs=y)
+
+    assert Target(model, torch.tensor([0.0, 0.3])).log_prob(torch.zeros(1, 1)).isfinite()
+
+
+def test_missing_values_in_inputs_are_named():
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+    x = torch.tensor([1.0, torch.nan, 2.0])
+    with pytest.raises(ValueError, match="argument 1 is NaN in 1 of 3 elements. Cure"):
+        Target(model, x, torch.ones(3))
