@@ -69,8 +69,6 @@ class AVB_ELBO(NetworkELBO):
     :param discriminator_optim: arguments of its :class:`torch.optim.Adam`.
     :param contrast: ``"adaptive"`` or ``"prior"``.
     :param covariance: of the adaptive contrast, ``"diagonal"`` or ``"full"``.
-    :param log_prior_logit: with prior contrast, let the logit be :math:`T(\theta) -
-        \log p(\theta)`, so that T learns :math:`\log q` only. Needs priors without parents.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a prior that cannot be the
         contrast.
@@ -96,15 +94,12 @@ class AVB_ELBO(NetworkELBO):
         discriminator_optim: dict[str, Any] | None = None,
         contrast: Literal["adaptive", "prior"] = "adaptive",
         covariance: Covariance = "diagonal",
-        log_prior_logit: bool = False,
         **kwargs: Any,
     ) -> None:
         refuse_counts(2, num_entropy_particles=num_entropy_particles)
         refuse_counts(discriminator_steps=discriminator_steps)
         refuse_unknown("contrast", contrast, "adaptive", "prior")
         refuse_unknown("covariance", covariance, "diagonal", "full")
-        if log_prior_logit and contrast != "prior":
-            raise ValueError('log_prior_logit belongs to contrast="prior"')
         optim = {"lr": 1e-3, "betas": (0.5, 0.999)} | (discriminator_optim or {})
         super().__init__(num_particles, optim, **kwargs)
         self.num_entropy_particles = num_entropy_particles
@@ -112,7 +107,6 @@ class AVB_ELBO(NetworkELBO):
         self.contrast = contrast
         self.needs_prior = contrast == "prior"
         self.covariance: Covariance = covariance
-        self.log_prior_logit = log_prior_logit
         self._make_discriminator = discriminator or _default_discriminator
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
@@ -123,7 +117,7 @@ class AVB_ELBO(NetworkELBO):
             self._train(site, prior, network)
         weights = {name: weight.detach() for name, weight in network.named_parameters()}
         frozen = lambda *args: torch.func.functional_call(network, weights, args)  # noqa: E731
-        log_ratio = self._logits(site, prior, frozen, draws).mean(-1)
+        log_ratio = self._logits(site, frozen, draws).mean(-1)
         if self.contrast == "prior":
             return prior.score_parts(log_ratio)
         log_normal = dist.Normal(0.0, 1.0).log_prob(draws).sum(-1).mean(-1) - log_scale
@@ -152,9 +146,7 @@ class AVB_ELBO(NetworkELBO):
             )
         return prior_draws
 
-    def _logits(
-        self, site: ImplicitSite, prior: SitePrior, network: Discriminator, points: Tensor
-    ) -> Tensor:
+    def _logits(self, site: ImplicitSite, network: Discriminator, points: Tensor) -> Tensor:
         context = site.distribution.context
         if context is None:
             logits = network(points)
@@ -163,10 +155,7 @@ class AVB_ELBO(NetworkELBO):
                 context = context[0]
             context = context.unsqueeze(-2).expand(points.shape[:-1] + (-1,))
             logits = network(points, context)
-        logits = logits.squeeze(-1)
-        if self.log_prior_logit:
-            logits = logits - prior.log_density(points)
-        return logits
+        return logits.squeeze(-1)
 
     def _discriminator(self, site: ImplicitSite, points: Tensor) -> nn.Module:
         context = site.distribution.context
@@ -179,8 +168,8 @@ class AVB_ELBO(NetworkELBO):
                 points, _ = self._points(site, prior, fresh=True)
                 contrast = self._contrast(site, prior, points)
             loss = logistic_ratio_loss(
-                self._logits(site, prior, network, points),
-                self._logits(site, prior, network, contrast),
+                self._logits(site, network, points),
+                self._logits(site, network, contrast),
             )
             self.descend(site.name, network, loss.sum())
 

@@ -69,8 +69,7 @@ def test_gradient_passes_through_the_draws_alone():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("log_prior_logit", [False, True])
-def test_discriminator_learns_the_ratio_to_the_prior(log_prior_logit):
+def test_discriminator_learns_the_ratio_to_the_prior():
     """q = N(1, 0.7^2) against N(0, 2^2): the KL in closed form."""
 
     def model():
@@ -79,31 +78,12 @@ def test_discriminator_learns_the_ratio_to_the_prior(log_prior_logit):
     def guide():
         pyro.sample("x", Implicit(lambda z: 1.0 + 0.7 * z, 1))
 
-    elbo = AVB_ELBO(
-        2, 200, Quadratic, 10, {"lr": 0.02}, contrast="prior", log_prior_logit=log_prior_logit
-    )
+    elbo = AVB_ELBO(2, 200, Quadratic, 10, {"lr": 0.02}, contrast="prior")
     for _ in range(100):
         elbo.differentiable_loss(model, guide)
     losses = [elbo.loss(model, guide) for _ in range(20)]
     expected = math.log(2 / 0.7) + (0.7**2 + 1) / (2 * 2**2) - 0.5
     assert sum(losses) / 20 == pytest.approx(expected, abs=0.1)
-
-
-def test_log_prior_is_taken_off_the_logit():
-    """Without data or training the loss is the mean logit, T less log p."""
-    seen = []
-
-    def model():
-        pyro.sample("x", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
-
-    def guide():
-        seen.append(pyro.sample("x", Implicit(lambda z: 1.0 + 0.7 * z, 1)))
-
-    elbo = AVB_ELBO(4, 4, Quadratic, contrast="prior", log_prior_logit=True)
-    loss = elbo.loss(model, guide)
-    x = seen[-1].detach()
-    logits = 0.3 - 0.5 * x + 0.2 * x.square() - dist.Normal(0.0, 2.0).log_prob(x)
-    assert loss == pytest.approx(logits.mean().item())
 
 
 @pytest.mark.parametrize("contrast", ["adaptive", "prior"])
@@ -217,7 +197,6 @@ def test_arguments_and_refusals():
         ({"discriminator_steps": 0}, "discriminator_steps must be at least 1"),
         ({"contrast": "none"}, 'contrast must be "adaptive" or "prior"'),
         ({"covariance": "low"}, 'covariance must be "diagonal" or "full"'),
-        ({"log_prior_logit": True}, 'log_prior_logit belongs to contrast="prior"'),
     ]:
         with pytest.raises(ValueError, match=message):
             AVB_ELBO(**arguments)

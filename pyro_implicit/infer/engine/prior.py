@@ -104,42 +104,6 @@ class SitePrior:
         particles = [self.particles.particle(k) for k in range(self.particles.num_particles)]
         return torch.stack([self._draw(num, values) for values in particles])
 
-    def log_density(self, points: Tensor) -> Tensor:
-        """Return the log-density at any points, differentiable in them.
-
-        :param points: ``(*batch, n, m)``.
-        :returns: ``(*batch, n)``.
-        :raises ValueError: for a prior that depends on latent variables.
-        """
-        self._find_parents()
-        if self.memory.depends:
-            raise ValueError(
-                f"the prior of site '{self.site.name}' depends on latents, so its density is "
-                "known at the guide's own draws only. Cure: log_prior_logit=False"
-            )
-        total, start = torch.zeros_like(points[..., 0]), 0
-        values = self.particles.particle(0)
-        for name in self.site.latents:
-            fn = self._fn(name)
-            transform = biject_to(fn.support)
-            shape = transform.inv(values[name]).shape
-            if not self._is_whole():
-                shape = shape[values[name].dim() - fn.event_dim :]
-            free = points[..., start : start + shape.numel()].reshape(points.shape[:-1] + shape)
-            if not self._is_whole():  # plates come before the draws
-                free = free.movedim(points.dim() - 2, 0)
-            start += shape.numel()
-            value = transform(free)
-            jacobian = transform.log_abs_det_jacobian(free, value)
-            term = fn.log_prob(value)
-            term = term + sum_rightmost(jacobian, jacobian.dim() - term.dim())
-            if self._is_whole():
-                term = sum_rightmost(term, term.dim() - total.dim())
-            else:
-                term = term.movedim(0, -1)
-            total = total + term
-        return total
-
     def unconstrain(self, values: Tensor) -> Tensor:
         """Transform the site's values ``(*batch, *event_shape)`` to unconstrained space.
 

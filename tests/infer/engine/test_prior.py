@@ -209,19 +209,6 @@ def test_local_latents_with_a_prior_of_their_own():
     torch.testing.assert_close(
         points.mean(1), torch.arange(3.0).unsqueeze(-1).expand(3, 2), rtol=0, atol=0.1
     )
-    density = prior.log_density(points)
-    expected = dist.Normal(torch.arange(3.0).reshape(3, 1, 1), 0.5).log_prob(points).sum(-1)
-    torch.testing.assert_close(density, expected)
-
-
-def test_density_at_any_point():
-    prior = probed(static, AutoImplicit(static, frame=None))
-    found = prior.log_density(prior.site.draw.detach().flatten(0, -2))
-    torch.testing.assert_close(found, prior.log_prob().flatten())
-    pyro.clear_param_store()
-    prior = probed(hierarchical, AutoImplicit(hierarchical, frame=None))
-    with pytest.raises(ValueError, match="depends on latents.*Cure: log_prior_logit=False"):
-        prior.log_density(prior.site.draw)
 
 
 def test_positive_sites_meet_their_prior_in_unconstrained_space():
