@@ -32,7 +32,6 @@ from pyro_implicit import (
     MMNN,
     SIVI_ELBO,
     UIVI_ELBO,
-    AmortizedGFSF_ELBO,
     AmortizedKSD_ELBO,
     AmortizedSVGD_ELBO,
     AutoImplicit,
@@ -145,7 +144,6 @@ GUIDES: dict[str, Callable[[Model], Callable]] = {
 }
 ELBOS: dict[str, Callable] = {
     "AISIVI": lambda k: AISIVI_ELBO(k, 10),
-    "AmortizedGFSF": lambda k: AmortizedGFSF_ELBO(k, 20),
     "AmortizedKSD": AmortizedKSD_ELBO,
     "AmortizedSVGD": AmortizedSVGD_ELBO,
     "AVB": lambda k: AVB_ELBO(k, 20),
@@ -171,6 +169,7 @@ ELBOS: dict[str, Callable] = {
     "SIVI": SIVI_ELBO,
     "SIVI-chunks": lambda k: SIVI_ELBO(k, 10, chunk_size=4),
     "Score-spectral": ScoreELBO,
+    "Score-stein": lambda k: ScoreELBO(k, "stein", 20, covariance=None),
     "UIVI": lambda k: UIVI_ELBO(k, num_burnin=2, num_samples=2),
 }
 COMPARING_PARTICLES = {

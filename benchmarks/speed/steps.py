@@ -33,7 +33,6 @@ from pyro_implicit import (
     LIVI_ELBO,
     SIVI_ELBO,
     UIVI_ELBO,
-    AmortizedGFSF_ELBO,
     AmortizedKSD_ELBO,
     AmortizedSVGD_ELBO,
     AutoImplicit,
@@ -126,7 +125,7 @@ METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
         ("GPVI", residual, lambda: GPVI_ELBO(16)),
         ("GPVI, helper", residual, lambda: GPVI_ELBO(16, jacobian="helper")),
         ("amortised SVGD", residual, lambda: AmortizedSVGD_ELBO(16)),
-        ("amortised GFSF", residual, lambda: AmortizedGFSF_ELBO(16)),
+        ("amortised GFSF", residual, lambda: ScoreELBO(16, "stein", covariance=None)),
         ("amortised KSD", residual, lambda: AmortizedKSD_ELBO(16)),
     )
 }

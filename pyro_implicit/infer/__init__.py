@@ -16,7 +16,7 @@ from pyro_implicit.infer.bound import (
 )
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.engine.traces import NonFiniteError
-from pyro_implicit.infer.estimated_score import AmortizedGFSF_ELBO, ScoreELBO
+from pyro_implicit.infer.estimated_score import ScoreELBO
 from pyro_implicit.infer.gpvi import GPVI_ELBO
 from pyro_implicit.infer.hsivi import HSIVI_ELBO, LayeredGenerator
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -46,7 +46,6 @@ __all__ = [
     "SIVI_ELBO",
     "SVGD",
     "UIVI_ELBO",
-    "AmortizedGFSF_ELBO",
     "AmortizedKSD_ELBO",
     "AmortizedSVGD_ELBO",
     "EvidenceBound",

@@ -23,7 +23,7 @@ from pyro_implicit.ops.density_ratio import Covariance, standardize
 from pyro_implicit.ops.score_estimators import gaussian_entropy, spectral_score, stein_score
 from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
-__all__ = ["AmortizedGFSF_ELBO", "ScoreELBO"]
+__all__ = ["ScoreELBO"]
 
 #: ``(*batch, n, m)`` samples -> their scores, of the same shape.
 ScoreEstimator = Callable[[Tensor], Tensor]
@@ -42,8 +42,8 @@ class ScoreELBO(ImplicitELBO):
           \nabla_\theta \log q_\phi(\theta) \right],
 
     and a kernel method estimates this score from the draws. It does not involve the prior, which
-    may be flat, and the guide needs no noise around its generator. ``estimator="stein"`` is
-    amortised GFSF: the estimators are the same.
+    may be flat, and the guide needs no noise around its generator. ``ScoreELBO(32, "stein",
+    covariance=None)`` is amortised GFSF (gradient flows with smoothed functions).
 
     Kernels have a single length scale, so the estimator sees standardised draws
     :math:`w = L^{-1} (\theta - \mu)`, and :math:`H[q] = \log\det L + H[q_w]`.
@@ -86,7 +86,10 @@ class ScoreELBO(ImplicitELBO):
     1. Li and Turner (2018), *Gradient Estimators for Implicit Models*.
     2. Shi, Sun and Zhu (2018), *A Spectral Approach to Gradient Estimation for Implicit
        Distributions*.
-    3. Liu et al. (2019), *Understanding and Accelerating Particle-Based Variational Inference*.
+    3. Liu et al. (2019), *Understanding and Accelerating Particle-Based Variational Inference*,
+       which introduces GFSF.
+    4. Ratzlaff et al. (2021), *Generative Particle Variational Inference via Estimation of
+       Functional Gradients*, which amortises GFSF.
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
@@ -147,30 +150,3 @@ class ScoreELBO(ImplicitELBO):
                 f"{tuple(draws.shape)}. Cure: return one score for each draw"
             )
         return (score * draws).sum(-1).mean(-1)
-
-
-class AmortizedGFSF_ELBO(ScoreELBO):
-    """Implicit guides trained along gradient flows with smoothed functions (amortised GFSF).
-
-    This is :class:`ScoreELBO` with the Stein estimator, without standardisation.
-
-    **Example:**
-
-    >>> AmortizedGFSF_ELBO(8).covariance is None
-    True
-
-    :param num_particles: draws of the guide per step that the model sees.
-    :param num_entropy_particles: minimum number of draws of each implicit site for the estimator.
-    :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
-
-    **References:**
-
-    1. Liu et al. (2019), *Understanding and Accelerating Particle-Based Variational Inference*.
-    2. Ratzlaff et al. (2021), *Generative Particle Variational Inference via Estimation of
-       Functional Gradients*, which amortises it.
-    """
-
-    def __init__(
-        self, num_particles: int = 32, num_entropy_particles: int = 100, **kwargs: Any
-    ) -> None:
-        super().__init__(num_particles, "stein", num_entropy_particles, covariance=None, **kwargs)
