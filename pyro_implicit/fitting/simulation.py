@@ -41,7 +41,7 @@ from pyro_implicit.runtime.messages import (
     refuse_nonpositive,
 )
 from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
-from pyro_implicit.runtime.sites import is_data, survives
+from pyro_implicit.runtime.sites import constrained_parts, is_data, site_parts, survives
 
 __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
 
@@ -85,7 +85,7 @@ class _Simulator:
         if not self.sites:
             raise ValueError("the model has no latent variable. Cure: pyro.sample with a prior")
         self.priors = {name: nodes[name]["fn"] for name in self.sites}
-        self.supports, self.parts = {}, {}
+        self.supports, self.transforms, self.parts = {}, {}, {}
         for name in self.sites:
             support = self.priors[name].support
             if support.is_discrete:
@@ -95,7 +95,8 @@ class _Simulator:
                     f"continuous latents only. Cure: sites={rest}, which averages over '{name}'"
                 )
             self.supports[name] = support
-            self.parts[name] = biject_to(support).inv(nodes[name]["value"]).shape
+            self.transforms[name] = biject_to(support)
+            self.parts[name] = self.transforms[name].inv(nodes[name]["value"]).shape
 
     @property
     def layout(self) -> dict[str, dict[str, list[int]]]:
@@ -169,7 +170,7 @@ class _Simulator:
                     f"the support of latent '{name}' depends on other latents. Cure: a latent of "
                     "fixed support that the model scales, or sites= without it"
                 )
-            parts.append(biject_to(self.supports[name]).inv(value).reshape(-1))
+            parts.append(self.transforms[name].inv(value).reshape(-1))
         return torch.cat(parts).to(torch.get_default_dtype())
 
     def check_priors(self) -> None:
@@ -187,22 +188,17 @@ class _Simulator:
     def log_prior(self, latent: Tensor) -> Tensor:
         """Return the log-density at unconstrained latents ``(n, d)``."""
         total = latent.new_zeros(len(latent))
-        for name, part in self._parts(latent):
-            transform = biject_to(self.supports[name])
+        for name, part in site_parts(latent, self.parts).items():
+            transform = self.transforms[name]
             value = transform(part)
             volume = transform.log_abs_det_jacobian(part, value)
             for term in (self.priors[name].log_prob(value), volume):
                 total = total + term.reshape(len(latent), -1).sum(-1)
         return total
 
-    def _parts(self, latent: Tensor) -> Iterator[tuple[str, Tensor]]:
-        sizes = [shape.numel() for shape in self.parts.values()]
-        for (name, shape), part in zip(self.parts.items(), latent.split(sizes, -1), strict=True):
-            yield name, part.reshape(latent.shape[:-1] + shape)
-
     def split(self, latent: Tensor) -> dict[str, Tensor]:
         """Return constrained values by site of vectors ``(*batch, d)``."""
-        return {name: biject_to(self.supports[name])(part) for name, part in self._parts(latent)}
+        return constrained_parts(latent, self.parts, self.transforms)
 
 
 class _Frame(nn.Module):

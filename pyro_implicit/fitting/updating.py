@@ -25,7 +25,13 @@ from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
-from pyro_implicit.runtime.sites import is_data, is_discrete_latent, is_latent, site_parts, survives
+from pyro_implicit.runtime.sites import (
+    constrained_parts,
+    is_data,
+    is_discrete_latent,
+    is_latent,
+    survives,
+)
 
 __all__ = ["JointPrior", "log_prob_of", "normal_mixture", "posterior_as_prior"]
 
@@ -274,8 +280,7 @@ class JointPrior:
         if log_prob is not None:
 
             def at(points: Tensor) -> Tensor:
-                parts = site_parts(points, shapes)
-                return log_prob({name: transforms[name](part) for name, part in parts.items()})
+                return log_prob(constrained_parts(points, shapes, transforms))
 
         return cls(normal_mixture(points, policy, at), shapes, transforms)
 
@@ -308,8 +313,7 @@ class JointPrior:
 
     def constrain(self, points: Tensor) -> dict[str, Tensor]:
         """Map unconstrained vectors ``(num, d)`` to values by site, ``(num, *shape)``."""
-        parts = site_parts(points, self.shapes)
-        return {name: self.transforms[name](part) for name, part in parts.items()}
+        return constrained_parts(points, self.shapes, self.transforms)
 
 
 def normal_mixture(

@@ -27,7 +27,7 @@ from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, rotated_sites
 from pyro_implicit.mcmc.tempering import Annealed, ModeWeights
 from pyro_implicit.runtime.messages import Printed, Table, warn_user
-from pyro_implicit.runtime.sites import site_parts
+from pyro_implicit.runtime.sites import constrained_parts
 
 __all__ = ["Refined", "SitesOf", "collect", "collect_annealed", "collect_minibatches"]
 
@@ -56,8 +56,7 @@ class SitesOf:
         return SitesOf(target.shapes, target.transforms, target.init_loc.new_empty(0))
 
     def __call__(self, latent: Tensor) -> dict[str, Tensor]:
-        parts = site_parts(latent.to(self.like), self.shapes)
-        return {name: self.transforms[name](part) for name, part in parts.items()}
+        return constrained_parts(latent.to(self.like), self.shapes, self.transforms)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

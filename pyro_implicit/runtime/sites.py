@@ -28,6 +28,7 @@ __all__ = [
     "Owned",
     "Site",
     "attribute_name",
+    "constrained_parts",
     "example_tensor",
     "graph_leaves",
     "innermost",
@@ -315,6 +316,19 @@ def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Te
         name: part.reshape(part.shape[:-1] + shape)
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
+
+
+def constrained_parts(
+    latent: Tensor, shapes: Mapping[str, torch.Size], transforms: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Map vectors of all latent variables to the values of the sites.
+
+    :param latent: unconstrained, ``(*batch, latent_dim)``.
+    :param shapes: of the unconstrained sites, in the order of the vector.
+    :param transforms: by site, the bijection from unconstrained values.
+    :returns: by site, ``(*batch, *site_shape)``.
+    """
+    return {name: transforms[name](part) for name, part in site_parts(latent, shapes).items()}
 
 
 def survives(value: Tensor, support: constraints.Constraint) -> bool:
