@@ -26,7 +26,6 @@ from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import MixedSpace
 from pyro_implicit.mcmc.stopping import Tracker
 from pyro_implicit.mcmc.tempering import Annealed, Cloud, Evaluated, join_clouds
-from pyro_implicit.ops.annealing import next_power
 from pyro_implicit.runtime.sites import is_data, is_flat, is_latent
 
 __all__ = ["TemperedSpace", "temper_mixed", "why_not_tempered"]
@@ -135,15 +134,9 @@ class _Particles:
         while power < 1:
             ratio = self.space.log_likelihood(cloud.here.points).double()
             lost = ~ratio.isfinite()
-            cloud.log_weights = cloud.log_weights.masked_fill(lost, -math.inf)
-            if not cloud.log_weights.isfinite().any():
+            if not cloud.log_weights[~lost].isfinite().any():
                 raise ValueError("the likelihood is 0 at all draws of the prior")
-            ratio = ratio.masked_fill(lost, 0.0)
-            before, power = (
-                power,
-                next_power(ratio, cloud.log_weights.log_softmax(0), power, limits.share),
-            )
-            cloud.log_weights = cloud.log_weights + (power - before) * ratio
+            power = cloud.reweighted(ratio, power, limits.share)
             if lost.any() or 1 / cloud.shares.square().sum() < limits.resampling * number:
                 cloud.take(cloud.resampled(number))
             self.space.power = power

@@ -180,11 +180,13 @@ class Cloud:
         """The normalised weights, ``(n,)``."""
         return self.log_weights.softmax(0)
 
-    def reweighted(self, reference: NormalMixture, power: float, share: float) -> float:
-        """Move the weights to the next power, and return it."""
-        log_q = reference.log_joint(self.here.points).logsumexp(-1)
-        ratio = (self.here.log_density - log_q).double()
-        lost = ~(ratio.isfinite() & self.here.gradient.isfinite().all(-1))
+    def reweighted(self, ratio: Tensor, power: float, share: float) -> float:
+        """Move the weights to the next power, and return it.
+
+        :param ratio: log-ratios of the density at power 1 to the density at power 0, ``(n,)``; a
+            particle without a finite ratio loses its weight.
+        """
+        lost = ~ratio.isfinite()
         self.log_weights = self.log_weights.masked_fill(lost, -math.inf)
         ratio = ratio.masked_fill(lost, 0.0)
         after = next_power(ratio, self.log_weights.log_softmax(0), power, share)
@@ -289,7 +291,10 @@ def anneal(
     known = policy.known_per_dim * reference.loc.shape[-1]
     walkers = walkers._replace(num_points=walkers.num_points + number)
     while power < 1:
-        power = cloud.reweighted(reference, power, policy.share)
+        here = cloud.here
+        ratio = (here.log_density - reference.log_joint(here.points).logsumexp(-1)).double()
+        ratio = ratio.masked_fill(~here.gradient.isfinite().all(-1), math.nan)
+        power = cloud.reweighted(ratio, power, policy.share)
         if 1 / cloud.shares.square().sum() < policy.resampling * number:
             cloud.take(cloud.resampled(number))
         points = cloud.here.points
