@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     choose_covariance,
+    explained_factor,
     pool_particles,
     site_draws,
 )
@@ -121,7 +121,7 @@ class ScoreELBO(ImplicitELBO):
         covariance = self.covariance
         if covariance is not None:
             covariance = choose_covariance(covariance, site, *draws.shape[-2:])
-        try:
+        with explained_factor(site):
             log_q = -gaussian_entropy(draws.detach(), covariance or "diagonal")
             if covariance is None:
                 entropy_term = self._surrogate(site, draws)
@@ -130,12 +130,6 @@ class ScoreELBO(ImplicitELBO):
                 # cancels; the log-determinant replaces it.
                 white, log_det = standardize(draws, covariance)
                 entropy_term = self._surrogate(site, white) - log_det
-        except torch.linalg.LinAlgError as error:
-            raise ValueError(
-                f"the Cholesky factor of the draws of site '{site.name}', or of their kernel "
-                'matrix, failed. Cure: covariance="diagonal" where the generator reaches only a '
-                "hyperplane (fewer noise dimensions than latents)"
-            ) from error
         shape = site.distribution.batch_shape
         log_q, entropy_term = log_q.expand(shape), entropy_term.expand(shape)
         return ScoreParts(log_q, 0, entropy_term)

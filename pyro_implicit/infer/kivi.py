@@ -13,6 +13,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     choose_covariance,
+    explained_factor,
     pool_particles,
     site_draws,
 )
@@ -144,16 +145,10 @@ class KIVI_ELBO(ImplicitELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return the mean of log q over all draws of the site, the same for each particle."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
-        try:
+        with explained_factor(site, ", else a larger ridge"):
             if self.contrast == "prior":
                 return self._prior_contrast(site, prior, draws)
             return self._adaptive_contrast(site, draws)
-        except torch.linalg.LinAlgError as error:
-            raise ValueError(
-                f"the Cholesky factor of the draws of site '{site.name}', or of their kernel "
-                'matrix, failed. Cure: covariance="diagonal" where the generator reaches only a '
-                "hyperplane (fewer noise dimensions than latents), else a larger ridge"
-            ) from error
 
     def _prior_contrast(self, site: ImplicitSite, prior: SitePrior, draws: Tensor) -> ScoreParts:
         draws = prior.unconstrain(site.push(draws))

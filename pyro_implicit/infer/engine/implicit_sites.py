@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +32,7 @@ __all__ = [
     "differs_by_particle",
     "exact_log_density",
     "exact_score",
+    "explained_factor",
     "flatten_site",
     "mixing_noise",
     "mixture_log_q",
@@ -386,6 +388,19 @@ def choose_covariance(
         return covariance
     full_rank = isinstance(site.distribution, SemiImplicit) or site.noise.shape[-1] >= dim
     return "full" if full_rank and num_draws >= 2 * dim else "diagonal"
+
+
+@contextmanager
+def explained_factor(site: ImplicitSite, other_cure: str = "") -> Iterator[None]:
+    """Raise a ``ValueError`` with a cure if the Cholesky factor of a site's draws fails."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            f"the Cholesky factor of the draws of site '{site.name}', or of their kernel matrix, "
+            'failed. Cure: covariance="diagonal" where the generator reaches only a hyperplane '
+            f"(fewer noise dimensions than latents){other_cure}"
+        ) from error
 
 
 def differs_by_particle(q: Implicit) -> bool:
