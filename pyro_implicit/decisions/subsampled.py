@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 from pyro_implicit.decisions.pointwise import Pointwise, observation_columns, observed_sites
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.target import Target
+from pyro_implicit.ops.log_space import log_mean_exp
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
 
 __all__ = [
@@ -86,10 +86,6 @@ def difference_estimate(surrogate: Tensor, chosen: Tensor, values: Tensor) -> Di
     )
 
 
-def _surrogate(columns: Tensor) -> Tensor:
-    return columns.logsumexp(0) - math.log(len(columns))
-
-
 def _few(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a few draws, evenly spaced, ``(num_draws, *site_shape)``."""
     flat = {name: value.flatten(0, 1) for name, value in draws.items()}
@@ -115,7 +111,7 @@ def subsample_observations(
     """
     places = order[:number].sort().values
     return Subsample(
-        _surrogate(_columns(target, _few(draws), True)), Pointwise.of(target, draws, places)
+        log_mean_exp(_columns(target, _few(draws), True)), Pointwise.of(target, draws, places)
     )
 
 
@@ -151,7 +147,7 @@ def subsample_batches(
                     f"parts have {sorted(counts, key=str)} rows; subsample needs one observation "
                     "for each row. Cure: fit with all data"
                 )
-            surrogates[name].append(_surrogate(columns))
+            surrogates[name].append(log_mean_exp(columns))
         size = columns.shape[-1]
         # The rows with the smallest keys so far are a sample without replacement.
         keys = torch.cat([keys, torch.rand(size, dtype=torch.float64, device="cpu")])

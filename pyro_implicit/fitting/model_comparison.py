@@ -33,6 +33,7 @@ from pyro_implicit.export import import_arviz, quiet_arviz
 from pyro_implicit.fitting.log_evidence import LogEvidence, log_evidence
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.infer import EvidenceBound, evidence_bound
+from pyro_implicit.ops.log_space import log_mean_exp
 from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.messages import Printed, Table, refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -329,7 +330,7 @@ def _table(
     arviz, compared = import_arviz(), {}
     for name, values in elpd.items():
         logs = found[name].log_likelihood.flatten(0, 1)
-        in_sample = (logs.logsumexp(0) - math.log(len(logs))).sum().item()
+        in_sample = log_mean_exp(logs).sum().item()
         error = math.sqrt(len(values) * values.var(unbiased=False).item())
         entries = {
             "elpd_loo": values.sum().item(), "se": error,
@@ -442,4 +443,4 @@ def _score_fold(task: tuple[Any, ...]) -> Tensor:
     draws = result.draws_by_chain(DECISIONS.num_draws)
     target = Target(model, *args, model_kwargs=kwargs)
     logs = Pointwise.of(target, draws).log_likelihood.flatten(0, 1)[:, part]
-    return (logs.logsumexp(0) - math.log(len(logs))).cpu()
+    return log_mean_exp(logs).cpu()

@@ -23,6 +23,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.infer.policy import ELBOS
+from pyro_implicit.ops.log_space import log_mean_exp
 from pyro_implicit.ops.semi_implicit import conditional_log_density
 from pyro_implicit.runtime.messages import refuse_counts
 
@@ -207,7 +208,7 @@ class AISIVI_ELBO(NetworkELBO):
             terms = terms + log_normal(noise) - log_density
             effective = 1 / terms.softmax(0).square().sum(0)
             self.state.memory["effective", site.name] = effective.mean()
-            log_q = terms.logsumexp(0) - math.log(len(terms))
+            log_q = log_mean_exp(terms)
             weights = _second_transition(terms).softmax(0)
             score = (weights.unsqueeze(-1) * (centers - flat.value)).sum(0) / scale.square()
         path = (score * (flat.value - flat.value.detach())).sum(-1)

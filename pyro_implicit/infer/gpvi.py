@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.transforms import AffineTransform, LowerCholeskyAffine
-from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 
 from pyro_implicit.distributions import Draw, Implicit
@@ -21,6 +20,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     exact_log_density,
     particles_first,
     particles_inside,
+    path_term,
     second_batch,
     send_gradient,
     site_linearisation,
@@ -202,10 +202,7 @@ class GPVI_ELBO(NetworkELBO):
         # A change of variables after the generator belongs to the target.
         if not all(isinstance(transform, AFFINE) for transform in site.transforms):
             score = score + batches.share(site.score_at_draw(torch.zeros_like(site.value)))
-        path = score * batches.second_draw
-        # The log-determinant of the site's transforms is in the score already.
-        path = sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
-        return ScoreParts(log_q, 0, path)
+        return ScoreParts(log_q, 0, path_term(site, score, batches.second_draw))
 
     @torch.no_grad()
     def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.posterior_draws import draw, refuse_swapped, trace_guide
 from pyro_implicit.runtime.messages import refuse_counts, warn_user
 
-__all__ = ["NoiseSpaceReparam", "count_folds", "warm_start"]
+__all__ = ["NoiseSpaceReparam", "count_folds", "warm_start", "warn_of_folds"]
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ class NoiseSpaceReparam(NeuTraReparam):
             ``"{name}_shared_latent"``, where name is that of the model's first latent.
         :returns: constrained values by site, each ``(*batch, *site_shape)``.
         """
-        self._warn_of_folds(latent.reshape(-1, latent.shape[-1]))
+        warn_of_folds(self.guide, latent.reshape(-1, latent.shape[-1]))
         batch = latent.shape[:-1]
         # Sites in plates need the draws to the left of all plates.
         depth = max((-frame.dim for frame in self.guide._prototype_frames.values()), default=0)
@@ -189,15 +189,17 @@ class NoiseSpaceReparam(NeuTraReparam):
             for site, free in self.guide._unpack_latent(vectors)
         }
 
-    def _warn_of_folds(self, noise: Tensor) -> None:
-        count = count_folds(self.guide, noise)
-        if count:
-            warn_user(
-                f"the determinant of the generator's Jacobian has another sign at {count} of "
-                f"{len(noise)} draws than at the rest: the generator is not injective there, and "
-                "the draws around them are wrong. Cure: train the guide with a smaller learning "
-                "rate, a smaller core_dim or a narrower network",
-            )
+
+def warn_of_folds(guide: AutoImplicit, noise: Tensor) -> None:
+    """Warn if the generator folds the noise ``(num_draws, noise_dim)``."""
+    count = count_folds(guide, noise)
+    if count:
+        warn_user(
+            f"the determinant of the generator's Jacobian has another sign at {count} of "
+            f"{len(noise)} draws than at the rest: the generator is not injective there, and "
+            "the draws around them are wrong. Cure: train the guide with a smaller learning "
+            "rate, a smaller core_dim or a narrower network",
+        )
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
+from pyro_implicit.ops.log_space import log_mean_exp
 from pyro_implicit.ops.policy import BRIDGE_TOLERANCE, EVEN_EFFICIENCY, MAX_BRIDGE_STEPS, TIED
 from pyro_implicit.runtime.messages import short_repr
 
@@ -202,7 +203,7 @@ class LogWeights:
     @property
     def log_mean(self) -> float:
         """The logarithm of the mean weight, an estimate of log Z."""
-        return _log_mean(self.values).item()
+        return log_mean_exp(self.values).item()
 
     def trimmed(self, share: float) -> LogWeights:
         """Return the log-weights in rising order, without the lowest.
@@ -281,7 +282,7 @@ def bridge(log_target: Tensor, log_proposal: Tensor) -> Tensor:
     found = first.median()
     for _ in range(MAX_BRIDGE_STEPS):
         above, below = _bridge_terms(first, second, found)
-        before, found = found, _log_mean(above) - _log_mean(below)
+        before, found = found, log_mean_exp(above) - log_mean_exp(below)
         if (found - before).abs() < BRIDGE_TOLERANCE:
             break
     return found.to(log_target)
@@ -331,7 +332,3 @@ def _bridge_terms(first: Tensor, second: Tensor, estimate: Tensor) -> tuple[Tens
     log_share, log_rest = math.log(first.numel() / total), math.log(second.numel() / total)
     above = second - torch.logaddexp(log_share + second, log_rest + estimate)
     return above, -torch.logaddexp(log_share + first, log_rest + estimate)
-
-
-def _log_mean(values: Tensor) -> Tensor:
-    return values.logsumexp(0) - math.log(len(values))

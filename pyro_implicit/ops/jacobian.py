@@ -108,7 +108,7 @@ def smallest_singular_log_det(
     """
     noise_dim = start.shape[-1]
     with torch.no_grad():
-        operator = lambda v: v + transposed_times(times(v) / scale.square())  # noqa: E731
+        operator = _gram(times, transposed_times, scale)
         _, vector, residual = smallest_eigenpair(operator, start, num_steps)
     smallest = (times(vector) / scale).square().sum(-1)
     return noise_dim * smallest.log1p() + 2 * scale.log().sum(-1), residual
@@ -146,11 +146,15 @@ def stochastic_log_det(
     1. Gardner et al. (2018), *GPyTorch: Blackbox Matrix-Matrix Gaussian Process Inference*.
     """
     with torch.no_grad():
-        operator = lambda v: v + transposed_times(times(v) / scale.square())  # noqa: E731
+        operator = _gram(times, transposed_times, scale)
         quadratic, solution, residual = log_quadratic_and_solve(operator, probes, num_steps)
     slope = ((times(solution) / scale) * (times(probes) / scale)).sum(-1)
     log_det = (quadratic + slope - slope.detach()).mean(0)
     return log_det + 2 * scale.log().sum(-1).expand(probes.shape[:-1]).mean(0), residual
+
+
+def _gram(times: Operator, transposed_times: Operator, scale: Tensor) -> Operator:
+    return lambda v: v + transposed_times(times(v) / scale.square())
 
 
 def _gram_factor(jacobian: Tensor) -> Tensor:

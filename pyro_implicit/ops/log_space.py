@@ -14,7 +14,7 @@ import torch
 from pyro.ops.einsum.util import Tensordot
 from torch import Tensor
 
-__all__ = ["einsum", "log_forward", "log_ndtr", "tensordot", "transpose"]
+__all__ = ["einsum", "log_forward", "log_mean_exp", "log_ndtr", "tensordot", "transpose"]
 
 
 def einsum(equation: str, *operands: Tensor) -> Tensor:
@@ -123,6 +123,11 @@ class _Hazard(_Elementwise):
         total = torch.where(value < far, series, value + hazard)
         # The limit of the product is 0 if the hazard underflows.
         return -grad * torch.where(hazard == 0, hazard, hazard * total)
+
+
+def log_mean_exp(values: Tensor) -> Tensor:
+    """Return the logarithm of the mean of exponentials along the first dimension."""
+    return values.logsumexp(0) - math.log(len(values))
 
 
 def log_forward(initial: Tensor, transition: Tensor, observed: Tensor) -> Tensor:

@@ -16,8 +16,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -224,9 +222,7 @@ class StepELBO(Trace_ELBO):
 
     def _bind(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Forget another model or guide, and run a new pair once."""
-        for handler in _PYRO_STACK:
-            if isinstance(handler, IndepMessenger):
-                refuse_outer_plates(type(self).__name__)
+        refuse_outer_plates(type(self).__name__)
         if self._pair is not None and not self._pair.has(model, guide):
             self._forget(guide)
         if self.state.value_ndims is not None:

@@ -23,7 +23,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.frame import WhiteningFrame
-from pyro_implicit.mcmc.nuts import NoiseSpaceReparam
+from pyro_implicit.mcmc.nuts import warn_of_folds
 from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import (
     ConditionalReparam,
@@ -205,7 +205,7 @@ class GuideNoise(Space):
 
     def check(self, points: Tensor) -> None:
         """Warn if the generator folds the noise at some points."""
-        NoiseSpaceReparam(self.guide).transform_sample(points)
+        warn_of_folds(self.guide, points)
 
 
 @contextmanager
