@@ -43,6 +43,7 @@ from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
+from pyro_implicit.mcmc.teaching import descend
 from pyro_implicit.runtime.global_state import (
     in_turn,
     random_streams,
@@ -259,12 +260,7 @@ def _step(
     loss = mean_over_processes(value.item(), value.device)
     if not math.isfinite(loss):
         return math.nan
-    optimiser.zero_grad()
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    value.backward(inputs=parameters)  # fixed parameters get no gradient
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    if norm.isfinite():
-        optimiser.step()
+    descend(value, optimiser, clip_norm)
     return loss
 
 

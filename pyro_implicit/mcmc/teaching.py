@@ -148,7 +148,9 @@ def maximise(
             for group in optimiser.param_groups:
                 group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * min(share, 1.0)))
             rows = torch.randint(num_rows, (size,), device=device)
-            _step(optimiser, best.parameters, -objective(rows), policy.clip_norm)
+            loss = -objective(rows)
+            if loss.requires_grad:  # the guide has a density at some of these draws
+                descend(loss, optimiser, policy.clip_norm)
             steps += 1
             watched.step(values=lambda: {"score": best.score})
             is_last = steps == num_steps or watched.stopped or share >= 1
@@ -190,14 +192,11 @@ def _parts(
     return parts[0], parts[1]
 
 
-def _step(
-    optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tensor, clip_norm: float
-) -> None:
-    if not loss.requires_grad:  # the guide has a density at none of these draws
-        return
+def descend(loss: Tensor, optimiser: torch.optim.Optimizer, clip_norm: float) -> None:
+    """Take a step of an optimiser along the clipped gradient, if this is finite."""
     optimiser.zero_grad()
-    # Parameters that the guide reads but does not own get no gradients.
-    loss.backward(inputs=parameters)
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    loss.backward(inputs=parameters)  # other parameters get no gradient
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()
