@@ -24,7 +24,7 @@ from pyro_implicit.export import as_datatree, as_inferencedata, joined, quiet_ar
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import RELIABLE_KHAT
 from pyro_implicit.runtime.messages import Printed, Table
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.sites import is_data, names_in_plates_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -205,17 +205,9 @@ def _top_level(target: Target, draws: Mapping[str, Tensor]) -> list[str]:
     own = target.read_at(some, of_fixed)
     model = poutine.condition(target.model, fixed)
     trace = trace_model(model, target.args, target.kwargs).nodes
-    plates = {
-        frame.name
-        for name, site in trace.items()
-        if name not in fixed and is_data(site)
-        for frame in site["cond_indep_stack"]
-    }
-
-    def is_local(name: str) -> bool:
-        return any(frame.name in plates for frame in trace[name]["cond_indep_stack"])
-
-    return [n for n in fixed if torch.isclose(own[n], own[n][0]).all() and not is_local(n)]
+    data = [site for name, site in trace.items() if name not in fixed and is_data(site)]
+    local = names_in_plates_of(data, {name: trace[name] for name in fixed})
+    return [n for n in fixed if torch.isclose(own[n], own[n][0]).all() and n not in local]
 
 
 def _log_densities(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:

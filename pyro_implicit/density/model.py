@@ -46,6 +46,7 @@ __all__ = [
     "compute_log_prob",
     "converted",
     "restore_priors",
+    "total_log_prob",
     "trace_model",
 ]
 
@@ -181,6 +182,12 @@ def compute_log_prob(trace: Trace) -> None:
             if isinstance(fn, dist.ImproperUniform):  # its zeros are float32 on the CPU
                 for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
                     site[key] = site[key].to(site["value"])
+
+
+def total_log_prob(trace: Trace) -> Tensor:
+    """Compute the log-probabilities of a trace, and return their sum."""
+    compute_log_prob(trace)
+    return torch.as_tensor(trace.log_prob_sum())
 
 
 def varying_site(name: str) -> UnfitModelError:

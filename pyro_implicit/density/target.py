@@ -58,6 +58,7 @@ from pyro_implicit.density.model import (
     refuse_subsampling,
     restore_priors,
     subsampled_plate,
+    total_log_prob,
     varying_site,
 )
 from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
@@ -516,7 +517,7 @@ class Target:
 
     def _by_model(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(latent)
-        total = self._sum_of_terms if self.sampled else _total
+        total = self._sum_of_terms if self.sampled else total_log_prob
         return self._map(values, total, otherwise=latent.new_full((), -math.inf)) + log_det
 
     def terms(self, latent: Tensor) -> Tensor:
@@ -557,7 +558,7 @@ class Target:
     def _of_one(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(latent)
         with poutine.block(), pyro.validation_enabled(False), RunMode():
-            return _total(prune_subsample_sites(self._model.run(values))) + log_det
+            return total_log_prob(prune_subsample_sites(self._model.run(values))) + log_det
 
     def _values(self, latent: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         values: dict[str, Tensor] = {}
@@ -848,11 +849,6 @@ def _observed(trace: Trace) -> set[str]:
 def _is_unbounded(support: Any) -> bool:
     kinds = (type(constraints.real), type(constraints.positive), constraints.less_than)
     return isinstance(support, (*kinds, constraints.greater_than_eq))
-
-
-def _total(trace: Trace) -> Tensor:
-    compute_log_prob(trace)
-    return torch.as_tensor(trace.log_prob_sum())
 
 
 def _refuse_local(name: str, site: Site) -> None:

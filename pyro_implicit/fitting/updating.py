@@ -30,6 +30,7 @@ from pyro_implicit.runtime.sites import (
     is_data,
     is_discrete_latent,
     is_latent,
+    names_in_plates_of,
     survives,
 )
 
@@ -156,18 +157,10 @@ def _shared_sites(
         for name, site in trace.nodes.items()
         if is_latent(site) and not is_discrete_latent(site)
     }
-    plates = {
-        frame.name
-        for site in trace.nodes.values()
-        if is_data(site, factors=False)
-        for frame in site["cond_indep_stack"]
-    }
-
-    def is_local(name: str) -> bool:
-        return any(frame.name in plates for frame in latents[name]["cond_indep_stack"])
-
+    data = [site for site in trace.nodes.values() if is_data(site, factors=False)]
+    local = names_in_plates_of(data, latents)
     if sites is None:
-        sites = [name for name in latents if name in draws and not is_local(name)]
+        sites = [name for name in latents if name in draws and name not in local]
         if not sites:
             raise ValueError(
                 f"the earlier posterior has draws of {sorted(draws)}, and none of them is a latent "
@@ -187,7 +180,7 @@ def _shared_sites(
                 "the earlier posterior. Cure: data of the same groups, or sites= without it, so "
                 "that it keeps its prior"
             )
-    own = sorted(name for name in latents.keys() - set(sites) if not is_local(name))
+    own = sorted(name for name in latents.keys() - set(sites) if name not in local)
     unused = sorted(draws.keys() - latents.keys())
     others = f"; own prior of {', '.join(own)}" if own else ""
     others += f"; the new model lacks {', '.join(unused)}" if unused else ""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Independent, Normal, biject_to
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.model import Model, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.model import Model, refuse_subsampling, total_log_prob
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.affine_frame import normal_moments
@@ -210,7 +210,7 @@ class _TracedDensity(DensityAtDraws):
     def log_prob(self, rows: Tensor) -> Tensor:
         with poutine.block():
             values = {name: self.draws[name][rows] for name in self._names}
-            return self._runs.map(self._model, values, _total)
+            return self._runs.map(self._model, values, total_log_prob)
 
 
 def density_at_draws(
@@ -289,8 +289,3 @@ def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
         free = biject_to(site["fn"].support).inv(draws[name])
         parts.append(free.reshape(len(free), -1))
     return torch.cat(parts, -1).to(next(guide.parameters()))
-
-
-def _total(trace: Trace) -> Tensor:
-    compute_log_prob(trace)
-    return torch.as_tensor(trace.log_prob_sum())

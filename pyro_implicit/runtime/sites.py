@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import pyro
@@ -38,6 +38,7 @@ __all__ = [
     "is_discrete_latent",
     "is_flat",
     "is_latent",
+    "names_in_plates_of",
     "owned_by",
     "put_into_store",
     "site_parts",
@@ -162,6 +163,20 @@ def attribute_name(site: str) -> str:
     ('net-dweight', 'net_weight')
     """
     return site.replace("-", "-h").replace(".", "-d")
+
+
+def names_in_plates_of(data: Iterable[Site], sites: Mapping[str, Site]) -> set[str]:
+    """Return the names of the sites that share a plate with data.
+
+    :param data: sites of a trace.
+    :param sites: other sites of the trace, by name.
+    """
+    plates = {frame.name for site in data for frame in site["cond_indep_stack"]}
+    return {
+        name
+        for name, site in sites.items()
+        if any(frame.name in plates for frame in site["cond_indep_stack"])
+    }
 
 
 def is_flat(fn: Any) -> bool:

@@ -20,7 +20,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions.transforms import ExpTransform, SigmoidTransform, Transform
 
-from pyro_implicit.density.model import compute_log_prob
+from pyro_implicit.density.model import total_log_prob
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.ops.jacobian import hessian_products
@@ -381,9 +381,7 @@ def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
     """
 
     def rest(trace: Trace) -> Tensor:
-        compute_log_prob(trace)
-        total = torch.as_tensor(trace.log_prob_sum())
-        return total - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
+        return total_log_prob(trace) - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
 
     (score,) = torch.autograd.grad(target.read(points, rest).sum(), points, create_graph=True)
     return score
