@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
@@ -107,9 +108,20 @@ class _BayesianMLP(BaseEstimator):
         count = len(next(iter(weights.values())))
         return predict(weights, rows, count, model=self.model_, seed=seed, **options)
 
-    def _sample(
-        self, X: ArrayLike, num_draws: int, random_state: int | np.random.RandomState | None
+    def sample(
+        self,
+        X: ArrayLike,
+        num_draws: int = 1,
+        random_state: int | np.random.RandomState | None = None,
     ) -> NDArray:
+        """Draw targets or labels from the posterior predictive distribution, jointly for all rows.
+
+        :param X: inputs, ``(num_rows, num_columns)``.
+        :param num_draws: the number of draws. Each uses its own draw of the weights, up to
+            ``num_networks``.
+        :param random_state: seed or generator of the draws.
+        :returns: targets or labels, ``(num_draws, num_rows)``.
+        """
         refuse_counts(num_draws=num_draws)
         check_is_fitted(self)
         random = check_random_state(random_state)
@@ -118,7 +130,12 @@ class _BayesianMLP(BaseEstimator):
         weights = {name: value[chosen] for name, value in self.draws_.items()}
         seed = int(random.randint(np.iinfo(np.int32).max))
         found = self._predict(X, weights, seed, interval=None, draws=True)
-        return torch.cat([part.draws for part in found if part.draws is not None], 1).cpu().numpy()
+        draws = torch.cat([part.draws for part in found if part.draws is not None], 1)
+        return self._targets_of(draws.cpu().numpy())
+
+    @abstractmethod
+    def _targets_of(self, draws: NDArray) -> NDArray:
+        """Return draws of the model as targets of the user."""
 
 
 @dataclass(eq=False, repr=False)
@@ -218,9 +235,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         found = list(self._predict(X, interval=None))
         mean = torch.cat([part.mean for part in found if part.mean is not None]).cpu().numpy()
         if not return_std:
-            return self._in_units(mean)
+            return self._targets_of(mean)
         variance = torch.cat([part.variance for part in found if part.variance is not None])
-        return self._in_units(mean), variance.sqrt().cpu().numpy() * self.target_scaler_.scale_[0]
+        return self._targets_of(mean), variance.sqrt().cpu().numpy() * self.target_scaler_.scale_[0]
 
     def predict_interval(self, X: ArrayLike, level: float = 0.9) -> NDArray:
         """Predict the central interval of a new target.
@@ -234,25 +251,9 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
             raise ValueError(f"level must be a probability between 0 and 1, but got {level}")
         found = self._predict(X, interval=level)
         ends = torch.cat([part.interval for part in found if part.interval is not None], 1)
-        return self._in_units(ends.cpu().numpy()).T
+        return self._targets_of(ends.cpu().numpy()).T
 
-    def sample(
-        self,
-        X: ArrayLike,
-        num_draws: int = 1,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> NDArray:
-        """Draw targets from the posterior predictive distribution, jointly for all rows.
-
-        :param X: inputs, ``(num_rows, num_columns)``.
-        :param num_draws: the number of draws. Each uses its own draw of the weights, up to
-            ``num_networks``.
-        :param random_state: seed or generator of the draws.
-        :returns: draws, ``(num_draws, num_rows)``.
-        """
-        return self._in_units(self._sample(X, num_draws, random_state))
-
-    def _in_units(self, value: NDArray) -> NDArray:
+    def _targets_of(self, value: NDArray) -> NDArray:
         return value * self.target_scaler_.scale_[0] + self.target_scaler_.mean_[0]
 
 
@@ -331,19 +332,5 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         probability = self.predict_proba(X)
         return self.classes_[probability.argmax(1)]
 
-    def sample(
-        self,
-        X: ArrayLike,
-        num_draws: int = 1,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> NDArray:
-        """Draw labels from the posterior predictive distribution, jointly for all rows.
-
-        :param X: inputs, ``(num_rows, num_columns)``.
-        :param num_draws: the number of draws. Each uses its own draw of the weights, up to
-            ``num_networks``.
-        :param random_state: seed or generator of the draws.
-        :returns: labels, ``(num_draws, num_rows)``.
-        """
-        labels = self._sample(X, num_draws, random_state)
-        return self.classes_[labels]
+    def _targets_of(self, draws: NDArray) -> NDArray:
+        return self.classes_[draws]
