@@ -428,7 +428,8 @@ def test_a_search_that_ends_in_a_spike(monkeypatch):
     weigh = stages.weigh
 
     def useless(*args, **kwargs):
-        return replace(weigh(*args, **kwargs), log_weights=LogWeights(torch.full((9,), -torch.inf)))
+        found, none = weigh(*args, **kwargs), LogWeights(torch.full((9,), -torch.inf))
+        return replace(found, log_weights=none, draws=torch.nan * found.draws)
 
     monkeypatch.setattr(stages, "weigh", useless)
     y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
@@ -522,3 +523,23 @@ def test_too_many_modes_are_not_weighed():
         result = fit(model, "auto", policy=policy, max_seconds=5.0, **QUIET)
     assert [stage.name for stage in result.stages][:3] == ["search", "mean-field", "refine"]
     assert result.diagnose().verdict == "do not trust"
+
+
+def test_data_that_bound_a_latent_variable():
+    """The Gaussian reaches beyond the bound: chains start at its draws that have a density."""
+
+    def largest(y):
+        top = pyro.sample("top", dist.LogNormal(1.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Uniform(0.0, top), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 3.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # chains against a wall converge slowly
+        result = fit(largest, "auto", y, **{**QUIET, "max_seconds": 3})
+    assert result.chosen == "gaussian" and "mean-field" not in str(result)
+    top = result.sample(4000)["top"]
+    grid = torch.linspace(3.0, 60.0, 20_000)
+    weights = (dist.LogNormal(1.0, 1.0).log_prob(grid) - 3 * grid.log()).softmax(0)
+    assert top.min() >= 3
+    assert top.median() == pytest.approx(grid[(weights.cumsum(0) < 0.5).sum()].item(), abs=0.3)
