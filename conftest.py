@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixture that resets Pyro and torch before every test and every doctest."""
+"""Fixtures that reset Pyro and torch before every test and doctest, and set float64."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def _fresh_state() -> Iterator[None]:
     with pyro.validation_enabled(True):
         yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def double(_fresh_state: None) -> None:
+    """Make float64 the default dtype; `_fresh_state` restores the previous dtype."""
+    torch.set_default_dtype(torch.float64)

@@ -16,6 +16,8 @@ from benchmarks.broken_guides.faults import SIZES, break_it
 from benchmarks.broken_guides.split import LOOK, SCORE
 from benchmarks.common import read_records
 
+pytestmark = pytest.mark.usefixtures("double")
+
 COVARIANCE = torch.tensor([[4.0, 1.9], [1.9, 1.0]], dtype=torch.float64)
 POSTERIOR = MultivariateNormal(torch.tensor([1.0, -2.0], dtype=torch.float64), COVARIANCE)
 
@@ -32,7 +34,6 @@ class Good:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
 
 

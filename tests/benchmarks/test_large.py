@@ -15,10 +15,7 @@ from benchmarks.large import families
 from benchmarks.large.references import augmented
 from benchmarks.large.references.collapsed import walk_posterior
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_the_walk_is_that_of_its_dense_covariance():

@@ -23,6 +23,8 @@ from benchmarks.posteriordb.check import THRESHOLD, stein_z_scores
 from benchmarks.posteriordb.markov import hmm_log_likelihood
 from pyro_implicit.density.target import Target
 
+pytestmark = pytest.mark.usefixtures("double")
+
 Array = np.ndarray
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(7, 3)), RNG.normal(size=7)
@@ -207,11 +209,6 @@ def arguments(case: Case) -> tuple[Tensor, ...]:
 
 def latents(case: Case, num: int) -> Tensor:
     return torch.tensor(case.center) + 0.3 * torch.randn(num, len(case.center))
-
-
-@pytest.fixture(autouse=True)
-def _double_precision() -> None:
-    torch.set_default_dtype(torch.float64)  # conftest.py undoes it
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

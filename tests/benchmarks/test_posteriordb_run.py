@@ -22,6 +22,8 @@ from benchmarks.posteriordb import methods, metrics, run
 from benchmarks.posteriordb.start import find_mode, good_start
 from pyro_implicit.density.target import Target
 
+pytestmark = pytest.mark.usefixtures("double")
+
 X = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]).double().T
 Y = 1000 * torch.tensor([1.0, 2.4, 3.0, 4.6, 4.9, 6.1]).double()
 PRECISION = X.T @ X / 50**2
@@ -55,7 +57,6 @@ class Stub:
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_default_dtype(torch.float64)
     monkeypatch.setattr(run.data, "NAMES", ("line", "other_line"))
     monkeypatch.setattr(run.data, "EXTRA", ())
     monkeypatch.setattr(run.data, "load", lambda name, data_dir: Stub())

@@ -19,6 +19,8 @@ from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.infer.bound import EvidenceBound
 
+pytestmark = pytest.mark.usefixtures("double")
+
 LOC = torch.tensor([1.0, -2.0], dtype=torch.float64)
 COVARIANCE = torch.tensor([[4.0, 1.9], [1.9, 1.0]], dtype=torch.float64)
 
@@ -45,7 +47,6 @@ class Stub:
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_default_dtype(torch.float64)
     monkeypatch.setattr(verdicts.data, "NAMES", ("gaussian",))
     monkeypatch.setattr(verdicts.data, "EXTRA", ())
     monkeypatch.setattr(verdicts.data, "load", lambda name, data_dir: Stub())

@@ -8,13 +8,7 @@ import torch
 
 from benchmarks.saas import data, hartmann, log_predictive, matern
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_hartmann_has_its_known_minimum():

@@ -12,10 +12,7 @@ from benchmarks.common import append_record
 from benchmarks.speed import field, field_problems
 from pyro_implicit.density import Target
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("name", ["regression", "gp"])

@@ -16,17 +16,14 @@ from benchmarks.zoo.references import gibbs
 from benchmarks.zoo.references.make import checks_file, kept_columns, merged, read
 from benchmarks.zoo.report import report, stage_shares
 
+pytestmark = pytest.mark.usefixtures("double")
+
 NAMES = [name for collection in registry.COLLECTIONS for name in registry.names(collection)]
 CHECKED = {
     record["model"]: record
     for collection in registry.COLLECTIONS
     for record in read_records(checks_file(collection))
 }
-
-
-@pytest.fixture(autouse=True)
-def _double() -> None:
-    torch.set_default_dtype(torch.float64)
 
 
 @pytest.mark.parametrize("collection", registry.COLLECTIONS)

@@ -26,10 +26,7 @@ from pyro_implicit.density.model import (
 )
 from pyro_implicit.runtime.sites import is_discrete_latent, is_latent
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def hierarchical(y):

@@ -18,10 +18,7 @@ from pyro.ops.indexing import Vindex
 from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.checks.numerics import blame
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 Y = torch.tensor([-1.9, 2.2, 1.7, -2.3, 2.0], dtype=torch.float64)

@@ -18,10 +18,7 @@ from torch.distributions import Distribution
 from pyro_implicit.density import Target
 from pyro_implicit.density.batched_runs import BatchedRuns
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Case(NamedTuple):

@@ -10,15 +10,14 @@ from pyro import poutine
 from pyro_implicit.compiled import RECORDINGS
 from pyro_implicit.density import Target, TracedScore
 
+pytestmark = pytest.mark.usefixtures("double")
+
 SIZE = 40
 
 
 @pytest.fixture(autouse=True)
-def in_double():
+def _seeded():
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def groups(y):

@@ -27,10 +27,7 @@ from pyro_implicit.density.mode_search import (
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def target(log_density, size=1):

@@ -19,10 +19,7 @@ from pyro_implicit.density import Target, find_modes, run_mode
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.run_mode import RunMode
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def both_ways(model, points):

@@ -13,10 +13,7 @@ from pyro import poutine
 
 from pyro_implicit.density import Target, find_modes
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 Y = torch.tensor([2.0, 0.0, 3.0], dtype=torch.float64)

@@ -20,10 +20,7 @@ from torch.nn.functional import logsigmoid, softplus
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def looped(is_looped=True):

@@ -16,10 +16,7 @@ from torch import nn
 from pyro_implicit.density import Target
 from pyro_implicit.density.batched_runs import BatchedRuns
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -21,12 +21,13 @@ from pyro_implicit.diagnostics.checks import drift_check
 from pyro_implicit.diagnostics.moments import whiten_draws
 from pyro_implicit.diagnostics.verdict import has_power
 
+pytestmark = pytest.mark.usefixtures("double")
+
 EPS = torch.finfo(torch.double).eps
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

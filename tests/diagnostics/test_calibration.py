@@ -18,10 +18,11 @@ from torch.distributions import constraints
 
 from pyro_implicit.diagnostics.calibration import rank, simulation_based_calibration
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

@@ -14,10 +14,7 @@ from pyro_implicit.diagnostics.checks import jump_share, uncovered_modes
 from pyro_implicit.diagnostics.moments import whiten_draws
 from pyro_implicit.diagnostics.policy import CHECKS
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Mixture(dist.MixtureSameFamily):

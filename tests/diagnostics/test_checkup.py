@@ -39,10 +39,11 @@ from pyro_implicit.mcmc.refined import SitesOf
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.score_estimators import SteinTest
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

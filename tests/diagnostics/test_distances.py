@@ -16,10 +16,7 @@ from pyro_implicit.diagnostics import (
 from pyro_implicit.diagnostics.distances import pairwise_distances
 from pyro_implicit.diagnostics.policy import DistancePolicy
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("dim", [1, 2, 7])

@@ -28,12 +28,9 @@ from pyro_implicit.diagnostics.moments import (
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.ops import LogWeights
 
+pytestmark = pytest.mark.usefixtures("double")
+
 NUM = 2000
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
 
 
 class Gaussian:

@@ -26,10 +26,7 @@ from pyro_implicit.fitting import (
 from pyro_implicit.fitting.candidates import corrected_draws, matched_guide, reliability
 from pyro_implicit.ops import LogWeights
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def normal():

@@ -14,10 +14,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import mixture_weights
 from pyro_implicit.fitting.policy import MixturePolicy
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def target(log_density):

@@ -18,10 +18,11 @@ from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.infer import ReverseConditional
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(1)
 
 

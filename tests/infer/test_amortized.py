@@ -19,12 +19,13 @@ from torch import nn
 from pyro_implicit import MLP, AutoImplicit, Implicit, ResidualGenerator, SemiImplicit
 from pyro_implicit.infer import AmortizedKSD_ELBO, AmortizedSVGD_ELBO
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PRECISION = torch.tensor([[1.5, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 0.8]], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

@@ -17,10 +17,7 @@ from pyro_implicit import AVB_ELBO, MLP, AutoImplicit, Implicit
 from pyro_implicit.infer import ImplicitSite
 from pyro_implicit.ops import standardize
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def drawn(q) -> ImplicitSite:

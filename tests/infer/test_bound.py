@@ -42,12 +42,9 @@ from pyro_implicit.infer.bound import (
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.runtime.trees import leaves_of
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PROPOSALS = ["linearized", "prior"]
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
 
 
 class Regression:

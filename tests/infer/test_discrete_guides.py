@@ -19,10 +19,7 @@ from pyro_implicit.infer import (
     InjectiveELBO,
 )
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 Y = torch.tensor(4.0, dtype=torch.float64)

@@ -23,12 +23,11 @@ ELBOS = {
     "spectral": lambda num_particles, **options: ScoreELBO(num_particles, "spectral", **options),
     "stein": lambda num_particles, **options: ScoreELBO(num_particles, "stein", **options),
 }
-pytestmark = pytest.mark.parametrize("name", ELBOS)
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.parametrize("name", ELBOS)]
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

@@ -16,12 +16,9 @@ from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.estimated_score import ScoreELBO
 from pyro_implicit.ops.score_estimators import spectral_score, stein_score
 
+pytestmark = pytest.mark.usefixtures("double")
+
 WEIGHT = torch.tensor([[1.0, 0.3], [-0.5, 2.0]], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 def drawn(q):

@@ -20,12 +20,13 @@ from pyro_implicit import AutoImplicit, Implicit, ResidualGenerator, SemiImplici
 from pyro_implicit.infer.gpvi import GPVI_ELBO, GPVIHelper
 from pyro_implicit.infer.injective import InjectiveELBO
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PRECISION = torch.tensor([[1.5, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 0.8]], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

@@ -14,12 +14,13 @@ from pyro_implicit import HSIVI_ELBO, MLP, SIVI_ELBO, AutoSemiImplicit, SemiImpl
 from pyro_implicit.infer import LayeredGenerator
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

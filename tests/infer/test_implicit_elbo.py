@@ -20,13 +20,10 @@ from torch import nn
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, SemiImplicit
 from pyro_implicit.infer import ImplicitELBO, NonFiniteError
 
+pytestmark = pytest.mark.usefixtures("double")
+
 MODES = ["vmap", "plate", False]
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 def regression(x=None, y=None):

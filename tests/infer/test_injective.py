@@ -16,12 +16,9 @@ from pyro_implicit import AutoImplicit, Implicit, ResidualGenerator, SemiImplici
 from pyro_implicit.generators import FunctionGenerator
 from pyro_implicit.infer.injective import InjectiveELBO
 
+pytestmark = pytest.mark.usefixtures("double")
+
 WEIGHT = torch.tensor([[1.0, 0.3, 0.0], [-0.5, 2.0, 0.4], [0.7, 0.0, 0.6]], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 def affine() -> nn.Linear:

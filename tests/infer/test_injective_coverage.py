@@ -20,10 +20,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine.traces import log_weights
 from pyro_implicit.infer.injective import InjectiveELBO, _truncated
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def standard_normal():

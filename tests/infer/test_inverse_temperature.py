@@ -18,13 +18,10 @@ from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.traces import NonFiniteError
 
+pytestmark = pytest.mark.usefixtures("double")
+
 BETA = 0.3
 Y = torch.tensor([0.5, 2.0, 1.1], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 def free_model():

@@ -16,10 +16,7 @@ from pyro_implicit import KIVI_ELBO, MLP, Implicit, SemiImplicit
 from pyro_implicit.infer import ImplicitSite
 from pyro_implicit.ops import adaptive_log_density, rbf_kernel
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def drawn(q):

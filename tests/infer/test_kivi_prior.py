@@ -18,10 +18,7 @@ from torch.distributions import constraints
 from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit, Implicit
 from pyro_implicit.ops import log_density_ratio
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def gaussian_pair(scale, prior_scale=1.0, dim=1):

@@ -19,12 +19,13 @@ from pyro_implicit.infer import ReverseConditional, kpg
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.ops import imq_kernel, particle_bandwidth, rbf_kernel
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

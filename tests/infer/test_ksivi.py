@@ -18,10 +18,11 @@ from pyro_implicit import MLP, AutoSemiImplicit, SemiImplicit
 from pyro_implicit.infer import KSIVI_ELBO, SIVI_ELBO
 from pyro_implicit.ops import conditional_stein_discrepancy, imq_kernel, rbf_kernel
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

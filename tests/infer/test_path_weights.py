@@ -13,10 +13,7 @@ from pyro_implicit.infer import injective
 from pyro_implicit.infer.engine.implicit_sites import exact_score
 from pyro_implicit.infer.injective import ScoreControlVariate, ScoreRecorder
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def learnt(guide: torch.Tensor, model: torch.Tensor) -> ScoreControlVariate:

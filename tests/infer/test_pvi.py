@@ -13,12 +13,13 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from pyro_implicit import MLP, PVI
 
+pytestmark = pytest.mark.usefixtures("double")
+
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     pyro.set_rng_seed(0)
 
 

@@ -29,14 +29,11 @@ from pyro_implicit.generators import Generator
 from pyro_implicit.guides import Frame
 from pyro_implicit.infer import bound as hierarchical
 
+pytestmark = pytest.mark.usefixtures("double")
+
 ALPHAS = (-0.5, 0.0, 0.5, 2.0)
 alphas = pytest.mark.parametrize("alpha", ALPHAS)
 PRIOR, NOISE, Y = 1.0, 0.5, 1.2
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
 
 
 def normal():

@@ -16,14 +16,11 @@ from pyro_implicit import compare
 from pyro_implicit.infer.svgd import GFSF, KSD, SVGD
 from pyro_implicit.ops import median_bandwidth, rbf_kernel
 
+pytestmark = pytest.mark.usefixtures("double")
+
 MEAN = torch.tensor([1.0, -0.5], dtype=torch.float64)
 COVARIANCE = torch.tensor([[1.0, 0.6], [0.6, 0.8]], dtype=torch.float64)
 PRECISION = torch.linalg.inv(COVARIANCE)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 def one_site():

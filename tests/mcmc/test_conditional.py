@@ -34,15 +34,10 @@ from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, Fitted, NoiseMap, dependent_sites
 
+pytestmark = pytest.mark.usefixtures("double")
+
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
 SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def groups(family=dist.Normal):

@@ -19,6 +19,8 @@ from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import Unconstrained, transform_of
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependent_sites
 
+pytestmark = pytest.mark.usefixtures("double")
+
 COUNTS = torch.tensor([2.0, 0.0, 5.0, 1.0])
 
 FAMILIES = {
@@ -29,13 +31,6 @@ FAMILIES = {
     "Gumbel": lambda a, b: dist.Gumbel(a, b),
 }
 BOUNDED = [name for name in FAMILIES if name != "Gumbel"]
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def observation(name, x):

@@ -28,6 +28,8 @@ from pyro_implicit import (
 )
 from pyro_implicit.generators import Generator
 
+pytestmark = pytest.mark.usefixtures("double")
+
 Y = torch.tensor([[0.3, -1.0, 2.0], [0.5, 0.1, -0.7]], dtype=torch.float64)
 SUPPORTS = {
     "scale": (constraints.positive, ()),
@@ -35,11 +37,6 @@ SUPPORTS = {
     "x": (constraints.real, (2, 3)),
     "shift": (constraints.real, (3,)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 def model(y):

@@ -18,12 +18,13 @@ from pyro_implicit.ops import (
     standardize,
 )
 
+pytestmark = pytest.mark.usefixtures("double")
+
 DIRECTIONS = pytest.mark.parametrize("direction", ["forward", "reverse"])
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     torch.manual_seed(0)
 
 

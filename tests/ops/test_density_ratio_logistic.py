@@ -11,10 +11,11 @@ from torch.distributions import Normal
 
 from pyro_implicit.ops.density_ratio import logistic_ratio_loss
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     torch.manual_seed(0)
 
 

@@ -16,14 +16,15 @@ from pyro_implicit.ops import (
     squared_distances,
 )
 
+pytestmark = pytest.mark.usefixtures("double")
+
 KERNELS = {"rbf": rbf_kernel, "multiscale": multiscale_rbf_kernel, "imq": imq_kernel}
 
 BANDWIDTH = 1.3
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     torch.manual_seed(0)
 
 

@@ -17,10 +17,11 @@ from pyro_implicit.ops.kernels import (
     repulsion,
 )
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     torch.manual_seed(0)
 
 

@@ -19,10 +19,11 @@ from pyro_implicit.ops.score_estimators import (
 )
 from pyro_implicit.runtime.trees import leaves_of
 
+pytestmark = pytest.mark.usefixtures("double")
+
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     torch.manual_seed(0)
 
 

@@ -9,10 +9,7 @@ from torch.func import grad, jacrev
 
 from pyro_implicit.ops.score_estimators import stein_gram, stein_test
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.double)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def score_of(x):

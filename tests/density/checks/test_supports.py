@@ -14,10 +14,7 @@ from pyro.infer.autoguide import init_to_value
 from pyro_implicit import AutoImplicit
 from pyro_implicit.density import Target
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def moved(base, low):

@@ -19,10 +19,7 @@ from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.infer import LIVI_ELBO, InjectiveELBO
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 Y = torch.tensor([-1.9, 2.2, 1.7, -2.3, 2.0, 1.9], dtype=torch.float64)

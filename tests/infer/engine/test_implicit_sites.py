@@ -13,10 +13,7 @@ from torch import nn
 from pyro_implicit import LIVI_ELBO, MLP, Implicit, InjectiveELBO, SemiImplicit
 from pyro_implicit.infer.engine.traces import DrawMessenger
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def guide():

@@ -17,10 +17,7 @@ from pyro_implicit import AutoImplicit, AutoSemiImplicit, evidence_bound
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO, NonFiniteError
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def by_factor(x):

@@ -16,12 +16,9 @@ from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit, Implicit
 from pyro_implicit.infer import ImplicitELBO, ImplicitSite
 from pyro_implicit.infer.engine.prior import SitePrior
 
+pytestmark = pytest.mark.usefixtures("double")
+
 MODES = [(1, "vmap"), (4, "vmap"), (4, "plate"), (4, False)]
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
 
 
 class Probe(ImplicitELBO):

@@ -17,12 +17,13 @@ from pyro_implicit.infer.engine.implicit_sites import (
     send_gradients,
 )
 
+pytestmark = pytest.mark.usefixtures("double")
+
 MATRIX = torch.tensor([[0.7, 0.0, 0.0], [-0.9, 1.2, 0.0], [0.4, 0.5, 0.3]], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
+def _seeded():
     torch.manual_seed(0)
 
 
