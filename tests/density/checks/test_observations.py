@@ -223,7 +223,7 @@ def test_an_impossible_observation_is_none_of_another_type():
         (
             lambda x: dist.Categorical(x.exp().expand(3)),
             [1, 2, 3],
-            "outside .* 1 of 3 .*begin at 0",
+            "outside .*begin at 0",
         ),
         (lambda x: dist.Beta(2 + x.exp(), 3.0), [0.0, 0.5, 1.0], "edge of .* in 2 of 3 .*Cure"),
         (lambda x: dist.Normal(x, 1.0), [0.0, torch.inf], "infinite in 1 of 2 elements. Cure"),
