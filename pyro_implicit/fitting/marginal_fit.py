@@ -50,6 +50,10 @@ def fit_marginal(
     found = fit_rest(inner, rest, plan, refine)
     stages.guides += inner.guides
     result.stages += found.stages
+    if math.isfinite(limit.end) and not (found.correction or found.refined or found.interrupted):
+        # The chains of all variables may fit into the time that is left.
+        result.stages[-1].outcome += "; dropped: nothing corrects this guide in time"
+        return False
     with result.stage("draws") as last:
         draws, fault = joint_draws(found, marginal, _affordable(policy, marginal, value))
         last.outcome = f"{draws.num_draws:,} draws of all latent variables"

@@ -19,7 +19,7 @@ from pyro_implicit import fit
 from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import MARGINAL
-from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy
+from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy, auto
 from pyro_implicit.fitting.candidates import exact_guide, exact_log_weights, joint_draws
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
@@ -158,6 +158,22 @@ def test_a_density_that_fails_the_check_is_fitted_as_before(monkeypatch: Any) ->
     outcomes = {stage.name: stage.outcome for stage in found.stages}
     assert outcomes["draws"] == "dropped: their log-density is not normal, by 0.5 nats"
     assert found.draws is None and "mean-field" in outcomes
+
+
+def test_time_that_chains_of_the_rest_cannot_use_is_left_to_those_of_all(monkeypatch: Any) -> None:
+    search = auto._fit_by_search
+
+    def uncorrected(*args: Any) -> Fit:
+        found = search(*args)
+        found.correction = found.refined = None
+        return found
+
+    monkeypatch.setattr(auto, "_fit_by_search", uncorrected)
+    with pytest.warns(UserWarning, match="chains"):
+        found = fit(walk, "auto", Y, max_seconds=2.0, **QUIET)
+    dropped = [stage.name for stage in found.stages if "nothing corrects" in stage.outcome]
+    assert dropped == ["correct"] and found.marginal is None
+    assert found.chosen == "mean-field" and found.stages[-1].name == "refine"
 
 
 def test_an_improper_series_is_refused_before_the_search() -> None:
