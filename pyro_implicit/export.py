@@ -262,14 +262,15 @@ def import_arviz() -> Any:
 
 @contextmanager
 def quiet_arviz() -> Iterator[Any]:
-    """Import ArviZ, without its warnings of k-hat and of its use of pandas.
+    """Import ArviZ, without its warnings of k-hat, of its use of pandas, and of entries that are
+    constant, such as those above the diagonal of a Cholesky factor.
 
     :raises ImportError: without ArviZ, with the cure.
     """
     arviz, disabled = import_arviz(), logging.root.manager.disable
     logging.disable(logging.WARNING)  # a single chain has no R-hat
     with warnings.catch_warnings():
-        for category in (UserWarning, DeprecationWarning, FutureWarning):
+        for category in (UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning):
             warnings.simplefilter("ignore", category)
         try:
             yield arviz

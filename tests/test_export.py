@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_implicit import fit
 from pyro_implicit.density import SubsampledError
 from pyro_implicit.export import as_datatree, joined
 from pyro_implicit.fitting import Fit
@@ -277,3 +278,13 @@ def test_no_likelihood_of_single_observations(model, message):
     if model is mixture:
         replicas = result.to_datatree(3, posterior_predictive=True)["posterior_predictive"]["y"]
         assert replicas.shape == (1, 3, 6) and math.isfinite(float(replicas.sum()))
+
+
+def test_summary_of_constant_entries_is_quiet():
+    """Warnings are errors here, and ArviZ divides by their variance of 0."""
+
+    def model():
+        pyro.sample("factor", dist.LKJCholesky(2, 1.0))
+
+    found = fit(model, "auto", seed=0, progress=False).summary()
+    assert found.loc["factor[0, 1]", "sd"] == 0
