@@ -160,7 +160,8 @@ def jump_share(draws: Whitened, score: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     Stein's identities need a density without jumps. Of each step, the half is kept over which the
     log-density differs more from the trapezoidal rule of its scores. For a smooth density this
-    difference falls by a factor of eight, at a kink by two, and at a jump it stays.
+    difference falls by a factor of eight, at a kink by two, and at a jump it stays. The end of a
+    support is a jump unless the density vanishes there.
 
     **Example:**
 
@@ -181,7 +182,8 @@ def jump_share(draws: Whitened, score: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def difference(one: Point, other: Point) -> Tensor:
         slope = 0.5 * ((one[2] + other[2]) * (other[0] - one[0])).sum(-1)
-        return (other[1] - one[1] - slope).abs().nan_to_num(0.0, 0.0, 0.0)
+        slope = slope.nan_to_num(0.0, 0.0, 0.0)  # outside of the support
+        return (other[1] - one[1] - slope).abs().nan_to_num(0.0)
 
     def where(rows: Tensor, one: Point, other: Point) -> Point:
         wide = rows.unsqueeze(-1)
@@ -195,13 +197,17 @@ def jump_share(draws: Whitened, score: Callable[[Tensor], tuple[Tensor, Tensor]]
     way = torch.randn_like(start)
     way = CHECKS.step * way / way.norm(dim=-1, keepdim=True)
     first, last = at(draws.unwhiten(start)), at(draws.unwhiten(start + way))
+    log_prob = first[1]
     for _ in range(CHECKS.num_halvings):
         middle = at(0.5 * (first[0] + last[0]))
         is_first = difference(first, middle) > difference(middle, last)
         first, last = where(is_first, first, middle), where(is_first, middle, last)
     rounding = torch.finfo(start.dtype).eps * first[1].abs() / CHECKS.step
     is_jump = difference(first, last) > CHECKS.least_jump + rounding
-    return is_jump.double().mean().item()
+    vanishes = torch.minimum(first[1], last[1]).isinf() & (
+        torch.maximum(first[1], last[1]) < log_prob - CHECKS.vanishing
+    )
+    return (is_jump & ~vanishes).double().mean().item()
 
 
 @torch.no_grad()

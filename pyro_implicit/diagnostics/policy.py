@@ -137,6 +137,9 @@ class CheckPolicy:
     num_halvings: int = 10
     least_jump: float = 0.05
 
+    #: Nats by which a density falls towards the end of its support if it vanishes there.
+    vanishing: float = 5.0
+
     #: Share of such steps from which Stein's identities do not hold.
     max_jumps: float = 0.01
 

@@ -114,3 +114,19 @@ def test_a_slope_is_no_jump(height):
 
     share = jump_share(draws, score)
     assert share == 0.0 if height == 0 else share > 2 * CHECKS.max_jumps
+
+
+@pytest.mark.parametrize("outside", [0.0, torch.nan])
+@pytest.mark.parametrize(("shape", "jumps"), [(1.0, True), (3.0, False)])
+def test_the_end_of_a_support_is_a_jump_unless_the_density_vanishes(shape, jumps, outside):
+    torch.manual_seed(0)
+    law = torch.distributions.Gamma(shape, 1.0, validate_args=False)
+    draws = whiten_draws(law.sample((2000, 1)))
+
+    def score(u):
+        inside = (u > 0).squeeze(-1)
+        log_prob = torch.where(inside, law.log_prob(u.abs()).squeeze(-1), -torch.inf)
+        return log_prob, torch.where(inside[:, None], (shape - 1) / u - 1, outside)
+
+    share = jump_share(draws, score)
+    assert share > 0.03 if jumps else share == 0
