@@ -81,7 +81,7 @@ ONE = Y.new_ones(())
 @pytest.mark.parametrize(
     ("y", "unit", "message"),
     [
-        (Y / (Y > 1), ONE, None),  # an infinite one
+        (Y / (Y > 1), ONE, "observation of site 'y' is infinite in 1 of 4"),
         (Y * math.nan, ONE, "observation of site 'y' is NaN in 4 of 4"),
         (Y * 1e300, ONE, None),
         (Y * 1e300, ONE * 1e300, None),

@@ -204,14 +204,12 @@ def test_options_that_it_does_not_have(option):
         quick(four(), **option)
 
 
-def test_too_many_latents_and_minibatches_are_refused():
+def test_too_many_latents_are_refused():
     def wide():
         pyro.sample("x", dist.Normal(torch.zeros(101), 1.0).to_event(1))
 
     with pytest.raises(ValueError, match="at most 100 latent variables, but the model has 101"):
         quick(wide)
-    with pytest.raises(ValueError, match="temper is for kernel='hmc' and all data"):
-        quick(four(), batches=[()])
 
 
 def test_fit_anneals_modes_that_weights_cannot_correct():

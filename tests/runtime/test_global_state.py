@@ -17,6 +17,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density import cost
+from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.runtime.global_state import same_streams, seeded, single_thread
 
 
@@ -130,7 +131,7 @@ SEEDED = {
     "refine": lambda seed: refine(
         model, AutoNormal(model), Y, num_chains=8, max_gradients=100, seed=seed, progress=False
     ).samples,
-    "refine by minibatches": lambda seed: refine(
+    "refine by minibatches": lambda seed: refine_by_minibatches(
         model, AutoNormal(model), batches=Y.split(4), num_chains=2, max_epochs=20, seed=seed,
         progress=False,
     ).get_samples(),

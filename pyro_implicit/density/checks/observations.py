@@ -329,7 +329,7 @@ def _outside(name: str, site: Site) -> str:
 def _at_the_edge(name: str, site: Site, support: Any, log_prob: Tensor) -> str:
     """Describe data without a finite density, which are infinite or at the edge of the support."""
     value = site["value"]
-    if support.is_discrete or value.dim() != log_prob.dim():
+    if support.is_discrete or value.shape != log_prob.shape:
         return ""
     lost = scale_and_mask(log_prob, mask=site["mask"]).isfinite().logical_not()
     infinite = int((lost & value.isinf()).sum())
