@@ -153,11 +153,10 @@ def test_a_density_that_fails_the_check_is_fitted_as_before(monkeypatch: Any) ->
         return drawn, value, fault + (0.5 if len(rest) > 99 else 0.0)
 
     monkeypatch.setattr(Marginal, "draw", faulty)
-    with pytest.warns(UserWarning, match="chains"):  # 111 variables in two seconds
-        found = fit(walk, "auto", Y, max_seconds=2.0, **QUIET)
-    outcomes = {stage.name: stage.outcome for stage in found.stages}
-    assert outcomes["draws"] == "dropped: their log-density is not normal, by 0.5 nats"
-    assert found.draws is None and "mean-field" in outcomes
+    found = fit(walk, "auto", FEW, policy=SOME, **QUIET)
+    outcomes = [(stage.name, stage.outcome) for stage in found.stages]
+    dropped = outcomes.index(("draws", "dropped: their log-density is not normal, by 0.5 nats"))
+    assert found.draws is None and outcomes[dropped + 1][0] == "search"
 
 
 def test_time_that_chains_of_the_rest_cannot_use_is_left_to_those_of_all(monkeypatch: Any) -> None:
@@ -172,7 +171,7 @@ def test_time_that_chains_of_the_rest_cannot_use_is_left_to_those_of_all(monkeyp
     with pytest.warns(UserWarning, match="chains"):
         found = fit(walk, "auto", Y, max_seconds=2.0, **QUIET)
     dropped = [stage.name for stage in found.stages if "nothing corrects" in stage.outcome]
-    assert dropped == ["correct"] and found.marginal is None
+    assert len(dropped) == 1 and found.marginal is None
     assert found.chosen == "mean-field" and found.stages[-1].name == "refine"
 
 
