@@ -145,6 +145,14 @@ def _reference(target: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: target
 
 
+def _latents(trace: Trace) -> frozenset[str]:
+    found = []
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and not site["is_observed"]:
+            found.append(name)
+    return frozenset(found)
+
+
 class StepELBO(Trace_ELBO):
     """A ``Trace_ELBO`` whose traces a subclass makes, with a memory of its model and guide.
 
@@ -248,14 +256,7 @@ class StepELBO(Trace_ELBO):
         traces: tuple[Trace, Trace],
     ) -> None:
         """Check latent variables that differ from those of all steps before, by a first run."""
-        latents, drawn = (
-            frozenset(
-                name
-                for name, site in trace.nodes.items()
-                if site["type"] == "sample" and not site["is_observed"]
-            )
-            for trace in traces
-        )
+        latents, drawn = map(_latents, traces)
         known = self.state.structures
         if (latents, drawn) not in known:
             if known:
