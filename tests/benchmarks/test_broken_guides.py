@@ -32,11 +32,6 @@ class Good:
         return POSTERIOR.log_prob(points)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in SIZES if kind != "mode"])
 def test_faults(kind: str) -> None:
     size = SIZES[kind][-1]

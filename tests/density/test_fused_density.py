@@ -15,11 +15,6 @@ pytestmark = pytest.mark.usefixtures("double")
 SIZE = 40
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def groups(y):
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
     tau = pyro.sample("tau", dist.HalfNormal(1.0))

@@ -26,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("double")
 EPS = torch.finfo(torch.double).eps
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def model(obs=0.5):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     pyro.sample("x", dist.LogNormal(0.0, 1.0))
@@ -213,8 +208,12 @@ def cut(reach):
 
 def test_models_that_raise_errors():
     found = distrusted(lambda: normal(2.0), normal)
-    assert "is not finite at 44 draws" in found.broken
+    (lost,) = re.findall(r"is not finite at (\d+) draws", found.broken)
+    # Of 100 draws, exp(-1) are beyond: the standard error is 4.8.
+    assert int(lost) == pytest.approx(100 / math.e, abs=20)
     # At few draws: they are left out, and said.
+    # About 3 % of the seeds have no such draw, more than 10, or a false alarm of the other checks.
+    pyro.set_rng_seed(0)
     found = diagnose(lambda: normal(12.0), normal, num_samples=2000, modes=None)
     assert not found.broken and found.verdict == "check" and found.stein is not None
     assert re.search(r"not finite at \d+ draws, of 2000", str(found))

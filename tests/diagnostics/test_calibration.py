@@ -21,11 +21,6 @@ from pyro_implicit.diagnostics.calibration import rank, simulation_based_calibra
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def model(y):
     x = pyro.sample("x", dist.Normal(torch.tensor([1.0, -2.0]), 3.0).to_event(1))
     pyro.deterministic("twice", 2 * x)

@@ -108,7 +108,7 @@ def test_a_diagnosis_is_of_the_quantities_asked_for() -> None:
     assert diagnose(linear, guide_of(1.0), Y, **options).verdict == "do not trust"
     narrow = diagnose(linear, guide_of(0.5), Y, quantities=sums, **options)
     assert narrow.verdict == "do not trust" and "`quantity`" in narrow.findings[0].reason
-    options |= {"num_transitions": 0}
+    options |= {"num_transitions": 0, "num_samples": 20_000}  # k-hat: above 0.7 with any seed
     lost = diagnose(linear, guide_of(1.0), Y, quantities=lambda d: 1 + 0 * sums(d), **options)
     assert "the same at all draws" in lost.broken
     blind = diagnose(linear, guide_of(1.0), Y, quantities=sums, **options)
@@ -135,11 +135,6 @@ def test_values_of_labels_are_probabilities() -> None:
     assert str(values) == "predictions at 3 of 6 inputs"
     logits = X[::2] @ weights["weight"].mT + weights["bias"].unsqueeze(-2)
     torch.testing.assert_close(values(weights)["probability"], logits.softmax(-1)[..., 1:])
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def test_separate_chains_have_a_large_r_hat_between_them():

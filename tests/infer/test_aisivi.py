@@ -21,11 +21,6 @@ from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(1)
-
-
 def draw(q: SemiImplicit) -> ImplicitSite:
     noise, value, _ = q.draw()
     return ImplicitSite("x", q, noise, value, value)

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.usefixtures("double")
 PRECISION = torch.tensor([[1.5, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 0.8]], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def target():
     pyro.sample("x", dist.MultivariateNormal(torch.ones(3), precision_matrix=PRECISION))
 

@@ -26,11 +26,6 @@ ELBOS = {
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.parametrize("name", ELBOS)]
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def entropy_of(scale, dim=1):
     return dim * (0.5 * math.log(2 * math.pi * math.e) + math.log(scale))
 

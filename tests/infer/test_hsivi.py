@@ -19,11 +19,6 @@ pytestmark = pytest.mark.usefixtures("double")
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def log_density(x: Tensor) -> Tensor:
     """Not quadratic, so that the second derivative depends on x."""
     return -0.5 * ((x @ PRECISION) * x).sum(-1) - 0.1 * x.pow(4).sum(-1)

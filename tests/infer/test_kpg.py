@@ -24,11 +24,6 @@ pytestmark = pytest.mark.usefixtures("double")
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def model() -> None:
     pyro.sample("x", dist.MultivariateNormal(torch.ones(2), precision_matrix=PRECISION))
 
@@ -52,6 +47,9 @@ class Guide(nn.Module):
 @pytest.mark.parametrize("kernel", ["rbf", "imq"])
 @pytest.mark.parametrize("mode", ["vmap", "plate", False])
 def test_gradient_is_the_kernel_mean_of_differences_of_scores(kernel, mode):
+    # The test needs initial weights whose kernel sums lie on both sides of 1, where the clamp
+    # begins; not every seed gives them.
+    pyro.set_rng_seed(0)
     guide = Guide()
     parameters = list(guide.parameters())
     pyro.set_rng_seed(1)

@@ -21,11 +21,6 @@ from pyro_implicit.ops import conditional_stein_discrepancy, imq_kernel, rbf_ker
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def exact_discrepancy(mean: float, sd: float, width: float, kernel: str) -> float:
     """The squared KSD of N(mean, sd^2) from N(0, 1) by Gauss-Hermite quadrature in 2d."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(80)

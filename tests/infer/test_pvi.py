@@ -18,11 +18,6 @@ pytestmark = pytest.mark.usefixtures("double")
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    pyro.set_rng_seed(0)
-
-
 def model() -> None:
     pyro.sample("x", dist.MultivariateNormal(torch.ones(2), precision_matrix=PRECISION))
 
@@ -177,9 +172,9 @@ def test_finds_a_skewed_density():
         pyro.factor("density", density - dist.Normal(0.0, 10.0).log_prob(x))
 
     options = {"generator": MLP(1, 1, hidden=(32,)), "frame": None, "init_scale": 2.0}
-    optim = pyro.optim.ClippedAdam({"lr": 5e-3})
+    optim = pyro.optim.ClippedAdam({"lr": 1e-2})
     method = PVI(skewed, optim, 50, 2, guide_options=options, noise_scale=0.5, compile="trace")
-    for _ in range(500):
+    for _ in range(600):
         method.step()
     loss = sum(method.evaluate_loss() for _ in range(50)) / 50
     assert abs(loss) < 0.05

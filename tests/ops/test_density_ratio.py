@@ -23,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("double")
 DIRECTIONS = pytest.mark.parametrize("direction", ["forward", "reverse"])
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def gaussian_kl(dim, loc, scale):
     """KL(N(loc, scale²) || N(0, 1)) in each of dim dimensions."""
     return dim * (0.5 * (scale**2 + loc**2 - 1) - math.log(scale))
@@ -78,8 +73,8 @@ def test_kl_of_gaussians_where_the_direction_holds(dim, loc, scale, direction, t
     ("dim", "scale", "direction", "least_error", "other_is_better"),
     [
         (1, 0.3, "reverse", 1.2, True),
-        (1, 2.0, "forward", 0.25, False),
-        (1, 2.5, "forward", 1.2, True),
+        (1, 2.0, "forward", 0.1, False),
+        (1, 3.0, "forward", 2.5, True),
         (5, 0.5, "reverse", 3.0, True),
         (5, 2.0, "forward", 2.5, False),
     ],

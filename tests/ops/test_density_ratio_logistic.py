@@ -14,11 +14,6 @@ from pyro_implicit.ops.density_ratio import logistic_ratio_loss
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def test_loss_of_two_logits_by_hand():
     q_logits, p_logits = torch.tensor([0.3, -2.0]), torch.tensor([1.5, 0.0, -4.0])
     sigmoid = lambda t: 1 / (1 + math.exp(-t))  # noqa: E731

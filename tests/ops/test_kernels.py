@@ -23,11 +23,6 @@ KERNELS = {"rbf": rbf_kernel, "multiscale": multiscale_rbf_kernel, "imq": imq_ke
 BANDWIDTH = 1.3
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def explicit(name, x, y):
     squares = (x.unsqueeze(-2) - y.unsqueeze(-3)).pow(2).sum(-1)
     if name == "rbf":

@@ -20,11 +20,6 @@ from pyro_implicit.ops.kernels import (
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def by_definition(kernel, x, y, bandwidth, jacobians):
     """One pair at a time: the kernel, and J^-T times its gradient by autograd, summed over j."""
     gram = torch.zeros(len(x), len(y))

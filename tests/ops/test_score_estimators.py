@@ -22,11 +22,6 @@ from pyro_implicit.runtime.trees import leaves_of
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def kernel_value(kernel, x, y, bandwidth):
     return kernel(x.unsqueeze(0), y.unsqueeze(0), bandwidth).squeeze()
 

@@ -22,11 +22,6 @@ pytestmark = pytest.mark.usefixtures("double")
 MATRIX = torch.tensor([[0.7, 0.0, 0.0], [-0.9, 1.2, 0.0], [0.4, 0.5, 0.3]], dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def test_gradient_goes_elsewhere():
     draw, value = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     sent = send_gradient(value, draw, lambda gradient: gradient.flip(0))
