@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pyro_implicit.generators import ResidualGenerator
+from pyro_implicit.generators.residual import GatedResidualGenerator
 
 CASES = [(6, 2, 0), (4, 4, 0), (5, 1, 0), (6, 3, 2)]
 
@@ -41,14 +42,17 @@ def test_density_integrates_to_one():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_starts_injective_near_the_noise(seed):
+@pytest.mark.parametrize(
+    ("generator_class", "distance"), [(ResidualGenerator, 0.05), (GatedResidualGenerator, 0.1)]
+)
+def test_starts_injective_near_the_noise(generator_class, distance, seed):
     torch.manual_seed(seed)
-    generator = ResidualGenerator(20, 5)
+    generator = generator_class(20, 5)
     noise = torch.randn(1000, 20)
     with torch.no_grad():
         linearisation = generator.linearise(noise)
         value, jacobian = linearisation.value, linearisation.jacobian()
-    assert (value - noise).abs().max() < 0.05
+    assert (value - noise).abs().max() < distance
     core = jacobian[:, :5, :5]
     assert torch.linalg.eigvalsh(core + core.mT).min() > 1.9
 

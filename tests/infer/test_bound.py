@@ -15,7 +15,6 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
 from torch import Tensor, nn
 from torch.distributions import Gamma, MultivariateNormal, Normal, kl_divergence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_implicit import (
     LIVI_ELBO,
@@ -40,7 +39,7 @@ from pyro_implicit.infer.bound import (
     weighted_draws,
 )
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
-from pyro_implicit.runtime.trees import leaves_of
+from tests.largest_tensor import LargestTensor
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -525,18 +524,6 @@ def test_subsampled_plates_are_refused():
     assert bound.value < log_evidence + 4 * bound.standard_error
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the size of the largest tensor that any operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
-        self.numbers = max([self.numbers, *sizes])
-        return result
-
-
 class Bent(nn.Module):
     """A network of a context and more noise than values, all in closed form."""
 
@@ -580,7 +567,7 @@ def test_memory_of_rows_is_bounded_and_no_matrix_is_as_wide_as_the_noise(monkeyp
         site = ImplicitSite("z", q, noise, value, value, batch_shape=q.batch_shape)
         with torch.no_grad(), LargestTensor() as mode:
             HierarchicalELBO(4, 60, "linearized", 2, 2).score_parts(site, None)
-        largest[num_rows] = mode.numbers
+        largest[num_rows] = mode.numel
     # 5 elements at a time: 61 noises of 64 numbers each, below the 5 * 64 * 64 of matrices.
     assert largest[5] == largest[20] <= 20_000 < 5 * 64 * 64 < 4 * 20 * 61 * 64
 

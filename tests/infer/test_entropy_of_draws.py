@@ -10,13 +10,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import ClippedAdam
 from torch import nn
 
 from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit, Implicit
 from pyro_implicit.infer import ImplicitSite
 from pyro_implicit.infer.estimated_score import ScoreELBO
+from tests.infer.helpers import fit
 
 ELBOS = {
     "KIVI": KIVI_ELBO,
@@ -102,15 +101,6 @@ def test_local_latents_have_an_estimate_each(name):
         torch.testing.assert_close(gradient, wanted, rtol=0.15, atol=1e-9)
 
 
-def fit(model, guide, elbo, steps, lr=0.03):
-    optim = ClippedAdam({"lr": lr, "lrd": 0.05 ** (1 / steps)})
-    svi = SVI(model, guide, optim, elbo)
-    for _ in range(steps):
-        svi.step()
-    with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
-        return guide()
-
-
 def test_finds_a_conjugate_posterior(name):
     """A Gaussian of correlation -0.97: prior N(0, I), three linear measurements."""
     design = torch.tensor([[1.0, 1.0], [0.9, 1.0], [1.0, 1.1]])
@@ -122,7 +112,7 @@ def test_finds_a_conjugate_posterior(name):
             pyro.sample("y", dist.Normal(w @ design.T, noise), obs=y)
 
     elbo = ELBOS[name](32, compile="trace")
-    draws = fit(model, AutoImplicit(model, frame=None), elbo, 400)["w"].reshape(-1, 2)
+    draws = fit(model, AutoImplicit(model, frame=None), elbo, 400, lr=0.03)["w"].reshape(-1, 2)
     covariance = torch.linalg.inv(torch.eye(2) + design.T @ design / noise**2)
     mean = covariance @ design.T @ y / noise**2
     whiten = torch.linalg.inv(torch.linalg.cholesky(covariance))

@@ -13,31 +13,21 @@ import pytest
 import torch
 from pyro.distributions import transforms as T
 from pyro.infer import SVI
-from pyro.infer.autoguide import AutoMultivariateNormal, init_to_mean
+from pyro.infer.autoguide import AutoMultivariateNormal
 from torch import nn
 
 from pyro_implicit import AutoImplicit, Implicit, ResidualGenerator, SemiImplicit
 from pyro_implicit.infer.gpvi import GPVI_ELBO, GPVIHelper
 from pyro_implicit.infer.injective import InjectiveELBO
+from tests.infer.helpers import PRECISION_3D as PRECISION
+from tests.infer.helpers import check_finds_a_gaussian_roughly, curved
+from tests.infer.helpers import gaussian_3d as target
 
 pytestmark = pytest.mark.usefixtures("double")
-
-PRECISION = torch.tensor([[1.5, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 0.8]], dtype=torch.float64)
-
-
-def target():
-    pyro.sample("x", dist.MultivariateNormal(torch.ones(3), precision_matrix=PRECISION))
 
 
 def positive_target():
     pyro.sample("x", dist.LogNormal(torch.zeros(3), torch.tensor([0.5, 1.0, 2.0])).to_event(1))
-
-
-def curved(size: int = 3) -> ResidualGenerator:
-    generator = ResidualGenerator(size, 2, (6,))
-    for parameter in generator.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return generator
 
 
 class Spy(GPVI_ELBO):
@@ -302,23 +292,7 @@ SMALL_HELPER = {
 
 @pytest.mark.parametrize("options", [{}, SMALL_HELPER])
 def test_finds_a_gaussian_roughly(options):
-    guide = AutoImplicit(
-        target,
-        lambda n: ResidualGenerator(n, n, ()),
-        init_loc_fn=init_to_mean,
-        frame=None,
-        init_scale=0.5,
-    )
-    optim = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / 200)})
-    svi = SVI(target, guide, optim, GPVI_ELBO(20, **options))
-    for _ in range(200):
-        svi.step()
-    with torch.no_grad():
-        matrix = guide.generator.linearise(torch.zeros(3)).jacobian() * guide.scale[:, None]
-        center = guide.loc + guide.scale * guide.generator(torch.zeros(3))
-    covariance = torch.linalg.inv(PRECISION)
-    assert (matrix @ matrix.T - covariance).norm() / covariance.norm() < 0.25
-    assert (center - 1).norm() < 0.25
+    check_finds_a_gaussian_roughly(GPVI_ELBO(20, **options))
 
 
 def test_arguments_and_refusals():

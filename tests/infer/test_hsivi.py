@@ -13,40 +13,15 @@ from torch import Tensor, nn
 from pyro_implicit import HSIVI_ELBO, MLP, SIVI_ELBO, AutoSemiImplicit, SemiImplicit
 from pyro_implicit.infer import LayeredGenerator
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
+from tests.infer.helpers import PRECISION, FramedGuide, quartic
+from tests.infer.helpers import quartic_model as model
 
 pytestmark = pytest.mark.usefixtures("double")
 
-PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
-
-def log_density(x: Tensor) -> Tensor:
-    """Not quadratic, so that the second derivative depends on x."""
-    return -0.5 * ((x @ PRECISION) * x).sum(-1) - 0.1 * x.pow(4).sum(-1)
-
-
-def model() -> None:
-    x = pyro.sample("x", dist.Normal(torch.zeros(2), 100.0).to_event(1))
-    prior = dist.Normal(torch.zeros(2), 100.0).log_prob(x).sum(-1)
-    pyro.factor("density", log_density(x) - prior)
-
-
-FACTOR = torch.tensor([2.0, 0.5])
-
-
-class Guide(nn.Module):
-    """Semi-implicit, with an affine map of the draws, as the frame of an autoguide."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        layers = [MLP(2, 2, hidden=(4,), activation="tanh") for _ in range(num_layers)]
-        self.generator = layers[0] if num_layers == 1 else LayeredGenerator(layers, 0.6)
-        self.log_scale = nn.Parameter(torch.tensor([-0.5, -0.2]))
-        self.double()
-
-    def forward(self) -> None:
-        q = SemiImplicit(self.generator, self.generator.noise_dim, self.log_scale.exp())
-        frame = dist.transforms.AffineTransform(1.0, FACTOR.double(), event_dim=1)
-        pyro.sample("x", dist.TransformedDistribution(q, [frame]))
+def framed_guide(num_layers: int) -> FramedGuide:
+    layers = [MLP(2, 2, hidden=(4,), activation="tanh") for _ in range(num_layers)]
+    return FramedGuide(layers[0] if num_layers == 1 else LayeredGenerator(layers, 0.6))
 
 
 def critic(value_dim: int, context_dim: int) -> nn.Module:
@@ -54,11 +29,11 @@ def critic(value_dim: int, context_dim: int) -> nn.Module:
     return MLP(value_dim, value_dim, hidden=(3,), activation="tanh", context_dim=context_dim)
 
 
-def score(value: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.grad(lambda v: log_density(1 + FACTOR.double() * v)))(value)
+def score(value: Tensor, factor: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda v: quartic(1 + factor * v)))(value)
 
 
-def explicit(guide: Guide, num_particles: int, num_layers: int) -> Tensor:
+def explicit(guide: FramedGuide, num_particles: int, num_layers: int) -> Tensor:
     """The objective as a function of the parameters, from the noise of seed 1."""
     network = critic(2, num_layers if num_layers > 1 else 0)
     pyro.set_rng_seed(1)
@@ -79,7 +54,7 @@ def explicit(guide: Guide, num_particles: int, num_layers: int) -> Tensor:
                 if t < layer:
                     value = value + scale * error
         value = value + scale * error
-        s, inputs = score(value[None])[0], []
+        s, inputs = score(value[None], guide.factor)[0], []
         if num_layers > 1:
             beta = (layer + 1) / num_layers
             s = beta * s - (1 - beta) * value
@@ -92,7 +67,7 @@ def explicit(guide: Guide, num_particles: int, num_layers: int) -> Tensor:
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("mode", ["vmap", "plate", False])
 def test_gradient_is_that_of_the_objective(num_layers, mode):
-    guide = Guide(num_layers)
+    guide = framed_guide(num_layers)
     parameters = list(guide.parameters())
     elbo = HSIVI_ELBO(6, critic, critic_optim={"lr": 0.0}, vectorize_particles=mode)
     elbo.differentiable_loss(model, guide)  # the first step draws for its checks
@@ -137,7 +112,7 @@ def test_layers_are_a_semi_implicit_distribution_of_their_noise():
 
 
 def test_value_is_the_surrogate_bound():
-    guide, losses = Guide(2), []
+    guide, losses = framed_guide(2), []
     for elbo in (HSIVI_ELBO(6), SIVI_ELBO(6)):
         elbo.loss(model, guide)
         pyro.set_rng_seed(1)
@@ -171,7 +146,7 @@ def test_refusals():
         with pytest.raises(ValueError, match=name):
             HSIVI_ELBO(4, **{name: 0})
     with pytest.raises(ValueError, match="'x' has 3 layers, but HSIVI_ELBO has 2.*Cure"):
-        HSIVI_ELBO(2).loss_and_grads(model, Guide(3))
+        HSIVI_ELBO(2).loss_and_grads(model, framed_guide(3))
     generator = LayeredGenerator([MLP(2, 2), MLP(2, 2)]).double()
 
     def positive() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from pyro_implicit import AutoImplicit, Implicit, ResidualGenerator, SemiImplicit
 from pyro_implicit.generators import FunctionGenerator
 from pyro_implicit.infer.injective import InjectiveELBO
+from tests.infer.helpers import curved
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -30,14 +31,6 @@ def affine() -> nn.Linear:
 
 def gaussian(generator: nn.Linear) -> dist.MultivariateNormal:
     return dist.MultivariateNormal(generator.bias, generator.weight @ generator.weight.T)
-
-
-def curved(size: int = 3) -> ResidualGenerator:
-    """A residual generator far from affine."""
-    generator = ResidualGenerator(size, 2, (6,))
-    for parameter in generator.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return generator
 
 
 def target():

@@ -9,12 +9,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import ClippedAdam
 
 from pyro_implicit import KIVI_ELBO, MLP, Implicit, SemiImplicit
 from pyro_implicit.infer import ImplicitSite
 from pyro_implicit.ops import adaptive_log_density, rbf_kernel
+from tests.infer.helpers import fit
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -103,15 +102,6 @@ def test_each_particle_may_have_its_own_distribution(semi):
     log_q = KIVI_ELBO(4, 1000).score_parts(drawn(q), None).log_prob
     for found, scale in zip(log_q, scales, strict=True):
         assert -found.item() == pytest.approx(entropy_of(scale.item()), abs=0.15)
-
-
-def fit(model, guide, elbo, steps, lr=0.02):
-    optim = ClippedAdam({"lr": lr, "lrd": 0.05 ** (1 / steps)})
-    svi = SVI(model, guide, optim, elbo)
-    for _ in range(steps):
-        svi.step()
-    with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
-        return guide()
 
 
 def test_flat_prior_needs_no_prior_draws():

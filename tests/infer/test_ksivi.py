@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from pyro_implicit import MLP, AutoSemiImplicit, SemiImplicit
 from pyro_implicit.infer import KSIVI_ELBO, SIVI_ELBO
 from pyro_implicit.ops import conditional_stein_discrepancy, imq_kernel, rbf_kernel
+from tests.infer.helpers import FramedGuide, quartic
+from tests.infer.helpers import quartic_model as model
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -77,44 +79,14 @@ def test_the_kernel_does_not_depend_on_the_spread_of_the_points(kernel, statisti
     torch.testing.assert_close(radial, torch.zeros(3))
 
 
-PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
-
-
-def log_density(x: Tensor) -> Tensor:
-    """Not quadratic, so that the second derivative depends on x."""
-    return -0.5 * ((x @ PRECISION) * x).sum(-1) - 0.1 * x.pow(4).sum(-1)
-
-
-def model() -> None:
-    x = pyro.sample("x", dist.Normal(torch.zeros(2), 100.0).to_event(1))
-    prior = dist.Normal(torch.zeros(2), 100.0).log_prob(x).sum(-1)
-    pyro.factor("density", log_density(x) - prior)
-
-
-class Guide(nn.Module):
-    """Semi-implicit, with an affine map of the draws, as the frame of an autoguide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
-        self.log_scale = nn.Parameter(torch.tensor([-0.5, -0.2]))
-        self.factor = torch.tensor([2.0, 0.5])
-        self.double()
-
-    def forward(self) -> None:
-        q = SemiImplicit(self.generator, 2, self.log_scale.exp())
-        frame = dist.transforms.AffineTransform(1.0, self.factor, event_dim=1)
-        pyro.sample("x", dist.TransformedDistribution(q, [frame]))
-
-
-def explicit(guide: Guide, num_particles: int, statistic: str) -> Tensor:
+def explicit(guide: FramedGuide, num_particles: int, statistic: str) -> Tensor:
     """The discrepancy as a function of the parameters, from the noise of seed 1."""
     pyro.set_rng_seed(1)
     noise = torch.randn(num_particles, 2)
     eta = torch.randn(num_particles, 2)
     scale = guide.log_scale.exp()
     value = guide.generator(noise) + scale * eta
-    score = torch.func.vmap(torch.func.grad(lambda v: log_density(1 + guide.factor * v)))(value)
+    score = torch.func.vmap(torch.func.grad(lambda v: quartic(1 + guide.factor * v)))(value)
     differences = score + eta / scale
     return conditional_stein_discrepancy(value, differences, statistic=statistic)
 
@@ -122,7 +94,7 @@ def explicit(guide: Guide, num_particles: int, statistic: str) -> Tensor:
 @pytest.mark.parametrize("statistic", ["u", "two-batch"])
 @pytest.mark.parametrize("mode", ["vmap", "plate", False])
 def test_gradient_is_that_of_the_discrepancy(statistic, mode):
-    guide = Guide()
+    guide = FramedGuide()
     elbo = KSIVI_ELBO(6, statistic=statistic, vectorize_particles=mode)
     parameters = list(guide.parameters())
     elbo.differentiable_loss(model, guide)  # the first step draws for its checks
@@ -133,7 +105,7 @@ def test_gradient_is_that_of_the_discrepancy(statistic, mode):
 
 
 def test_gradient_scales_with_model_and_guide_and_follows_tempering():
-    guide = Guide()
+    guide = FramedGuide()
     parameters = list(guide.parameters())
     expected = torch.autograd.grad(explicit(guide, 6, "u"), parameters)
 
@@ -152,14 +124,14 @@ def test_gradient_scales_with_model_and_guide_and_follows_tempering():
 
 
 def test_a_particle_without_a_density_moves_no_other():
-    guide = Guide()
+    guide = FramedGuide()
     parameters = list(guide.parameters())
 
     def gradients(hole: bool) -> tuple[Tensor, ...]:
         def with_hole() -> None:
             x = pyro.sample("x", dist.Normal(torch.zeros(2), 100.0).to_event(1))
             outside = (x[..., 0] > pyro.param("edge", torch.tensor(2.5))) & torch.tensor(hole)
-            pyro.factor("density", torch.where(outside, -math.inf, log_density(x)))
+            pyro.factor("density", torch.where(outside, -math.inf, quartic(x)))
 
         elbo = KSIVI_ELBO(6)
         elbo.num_left_out = 1  # as after the warning
@@ -176,7 +148,7 @@ def test_a_particle_without_a_density_moves_no_other():
 
 
 def test_value_is_the_surrogate_bound():
-    guide, losses = Guide(), []
+    guide, losses = FramedGuide(), []
     for elbo in (KSIVI_ELBO(6), SIVI_ELBO(6)):
         elbo.loss(model, guide)
         pyro.set_rng_seed(1)

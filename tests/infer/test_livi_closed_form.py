@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_implicit import LIVI_ELBO, SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
-from tests.infer.livi_sites import draw, linearised
+from tests.infer.livi_sites import assert_same, draw, linearised
 
 DOUBLE = torch.double
 SIZES = [(4, 2), (3, 3), (2, 5), (1, 1)]  # of the value and of the noise
@@ -39,18 +39,6 @@ def gaussian(q: SemiImplicit) -> MultivariateNormal:
     weight, bias = q.generator.weight, q.generator.bias
     scale = q.scale.expand(bias.shape)
     return MultivariateNormal(bias, weight @ weight.T + scale.square().diag())
-
-
-def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Value, and gradient for all inputs."""
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    weight = 1 + torch.rand_like(found)
-    torch.testing.assert_close(
-        torch.autograd.grad((weight * found).sum(), inputs, materialize_grads=True),
-        torch.autograd.grad((weight * expected).sum(), inputs, materialize_grads=True),
-        rtol=1e-8,
-        atol=1e-8,
-    )
 
 
 @pytest.mark.parametrize("batch_shape", BATCH_SHAPES)

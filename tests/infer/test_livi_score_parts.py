@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_implicit import LIVI_ELBO, MLP, GatedMLP, SemiImplicit
 from pyro_implicit.infer import livi
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
-from tests.infer.livi_sites import draw, linearised
+from tests.infer.livi_sites import assert_same, draw, linearised
 
 DOUBLE = torch.double
 SIZES = [(4, 2), (3, 3), (2, 5), (1, 1)]  # of the value and of the noise
@@ -34,18 +34,6 @@ class Plain(nn.Module):
 def log_q(site: ImplicitSite, **options) -> Tensor:
     elbo = LIVI_ELBO(**options)
     return elbo.score_parts(linearised(elbo, site), None).log_prob
-
-
-def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
-    """Value, and gradient for all inputs."""
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    weight = 1 + torch.rand_like(found)
-    torch.testing.assert_close(
-        torch.autograd.grad((weight * found).sum(), inputs, materialize_grads=True),
-        torch.autograd.grad((weight * expected).sum(), inputs, materialize_grads=True),
-        rtol=1e-8,
-        atol=1e-8,
-    )
 
 
 @pytest.mark.parametrize("entropy", ["limit", "quadratic"])

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from torch.distributions import MultivariateNormal
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_implicit.ops import imq_kernel, median_bandwidth, rbf_kernel
 from pyro_implicit.ops.score_estimators import (
@@ -17,7 +16,7 @@ from pyro_implicit.ops.score_estimators import (
     spectral_score,
     stein_score,
 )
-from pyro_implicit.runtime.trees import leaves_of
+from tests.largest_tensor import LargestTensor
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -173,16 +172,6 @@ def test_scores_carry_no_gradient_and_work_without_grad_mode():
         with torch.no_grad():
             assert estimator(x).equal(found)
         assert estimator(x.detach().float()).dtype == torch.float32
-
-
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [t for t in leaves_of(out) if isinstance(t, torch.Tensor)]
-        self.numel = max([self.numel, *(t.numel() for t in tensors)])
-        return out
 
 
 def test_memory_is_that_of_gram_matrix_and_samples():

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
     linearised_reverse_conditional,
     mixture_log_density,
 )
-from pyro_implicit.runtime.trees import leaves_of
+from tests.largest_tensor import LargestTensor
 
 DOUBLE = torch.double
 
@@ -73,18 +72,6 @@ def test_mixture_works_where_all_densities_underflow():
     torch.testing.assert_close(found, Normal(0.0, 1.0).log_prob(value).sum())
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the size of the largest tensor that any operation makes."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
-        self.numbers = max([self.numbers, *sizes])
-        return result
-
-
 def numbers_made(chunk_size: int) -> tuple[int, int]:
     """The largest tensor of value and gradient, and what is kept between the two."""
     particles, num_noises, m = 10, 60, 50
@@ -101,7 +88,7 @@ def numbers_made(chunk_size: int) -> tuple[int, int]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             log_q = mixture_log_density(value, generate, scale, [noise], chunk_size=chunk_size)
         log_q.sum().backward()
-    return largest.numbers, sum(kept)
+    return largest.numel, sum(kept)
 
 
 def test_chunks_bound_the_memory():
