@@ -487,5 +487,9 @@ def test_the_graph_is_retained_on_request():
         pyro.sample("y", dist.Normal(x, 1.0), obs=Y.new_tensor(1.0))
 
     elbo = ImplicitELBO(1, retain_graph=True)
-    elbo.loss_and_grads(model, AutoNormal(model))
+    guide = AutoNormal(model)
+    elbo.loss_and_grads(model, guide)
+    loc = guide.locs.x_unconstrained
+    first = loc.grad.clone()
     seen[-1].sum().backward()  # a second pass through the guide
+    torch.testing.assert_close(loc.grad, first + 1)

@@ -199,4 +199,8 @@ def test_copies(kind, duplicate):
 def test_copy_after_a_draw(kind):
     q = make(kind)
     q.draw(linearise=True)
-    copy.deepcopy(q)
+    values = []
+    for each in (q, copy.deepcopy(q)):
+        pyro.set_rng_seed(1)
+        values.append(each.sample((2,)))
+    assert values[0].equal(values[1])

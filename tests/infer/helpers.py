@@ -16,7 +16,7 @@ from pyro.infer.autoguide import init_to_mean
 from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 
-from pyro_implicit import AutoImplicit, ResidualGenerator, SemiImplicit
+from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator, SemiImplicit
 
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 PRECISION_3D = torch.tensor(
@@ -98,3 +98,21 @@ def check_finds_a_gaussian_roughly(elbo: ELBO) -> None:
     covariance = torch.linalg.inv(PRECISION_3D)
     assert (matrix @ matrix.T - covariance).norm() / covariance.norm() < 0.25
     assert (center - 1).norm() < 0.25
+
+
+def check_finds_a_correlated_gaussian(
+    generator: nn.Module, elbo: ELBO, steps: int, atol: float
+) -> None:
+    """Train a semi-implicit guide; compare its mean up to `atol`, its covariance up to 0.1 more."""
+    mean, covariance = torch.tensor([1.0, -1.0]), torch.tensor([[1.0, 0.8], [0.8, 1.0]])
+
+    def model() -> None:
+        pyro.sample("x", dist.MultivariateNormal(mean, covariance))
+
+    guide = AutoSemiImplicit(model, generator, frame=None, noise_scale="learn")
+    guide()
+    guide.scale, guide.noise_scale = torch.ones(2), torch.full((2,), 0.5)
+    train(model, guide, elbo, steps, lr=0.01)
+    draws = guide.sample_posterior(20_000)["x"]
+    torch.testing.assert_close(draws.mean(0), mean, rtol=0, atol=atol)
+    torch.testing.assert_close(draws.T.cov(), covariance, rtol=0, atol=atol + 0.1)

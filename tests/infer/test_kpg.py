@@ -11,14 +11,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 from torch import Tensor, nn
 
-from pyro_implicit import KPG_ELBO, MLP, SIVI_ELBO, AutoSemiImplicit, SemiImplicit
+from pyro_implicit import KPG_ELBO, MLP, SIVI_ELBO, SemiImplicit
 from pyro_implicit.infer import ReverseConditional, kpg
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.ops import imq_kernel, particle_bandwidth, rbf_kernel
-from tests.infer.helpers import PRECISION, FramedGuide
+from tests.infer.helpers import PRECISION, FramedGuide, check_finds_a_correlated_gaussian
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -133,17 +132,9 @@ def test_value_is_the_surrogate_bound():
 @pytest.mark.parametrize("num_samples", [0, 10])
 def test_finds_a_correlated_gaussian(num_samples):
     generator = MLP(3, 2, hidden=(50, 50), activation="relu")
-    guide = AutoSemiImplicit(model, generator, frame=None, noise_scale="learn")
-    guide()
-    guide.scale, guide.noise_scale = torch.ones(2), torch.full((2,), 0.5)
     make = partial(ReverseConditional, num_couplings=0)
     elbo = KPG_ELBO(100, num_samples, num_mixing=1, proposal=make, compile="trace")
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 1e-2, "lrd": 0.998}), elbo)
-    for _ in range(600):
-        svi.step()
-    draws = guide.sample_posterior(20_000)["x"]
-    torch.testing.assert_close(draws.mean(0), torch.ones(2), rtol=0, atol=0.15)
-    torch.testing.assert_close(draws.T.cov(), PRECISION.inverse(), rtol=0, atol=0.25)
+    check_finds_a_correlated_gaussian(generator, elbo, 600, atol=0.15)
 
 
 def test_arguments_out_of_range():

@@ -261,4 +261,10 @@ def test_unknown_noise():
 
 @pytest.mark.parametrize("layer", [partial(nn.BatchNorm1d, 5), partial(nn.Dropout, 0.5)])
 def test_layers_in_evaluation_mode(layer):
-    classifier(with_layer(layer(), training=False), 60)(X, LABELS)
+    model = classifier(with_layer(layer(), training=False), 6)
+    trace = trace_of(model, X, LABELS)
+    others = torch.cat([X[:1], X[1:] + 1.0])
+    again = trace_of(poutine.replay(model, trace), others, LABELS)
+    logits, expected = again.nodes["y"]["fn"].logits, trace.nodes["y"]["fn"].logits
+    torch.testing.assert_close(logits[0], expected[0])  # independent of the other rows
+    assert not logits[1:].allclose(expected[1:])
