@@ -42,6 +42,7 @@ __all__ = [
     "missing_runs",
     "parse_arguments",
     "read_records",
+    "run_and_report",
     "run_missing",
     "seconds",
     "spread",
@@ -263,6 +264,18 @@ def spread(values: list[float], digits: int, none: str = "failed") -> str:
         return none
     numbers = [f"{f(values):.{digits}f}" for f in (mean, min, max)]
     return numbers[0] if len(values) == 1 else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
+
+
+def run_and_report(
+    args: argparse.Namespace,
+    run_all: Callable[[argparse.Namespace], None],
+    report: Callable[[Path], str],
+) -> None:
+    """Run with one thread, unless ``--report`` is given, and write the page of ``--out``."""
+    torch.set_num_threads(1)
+    if not args.report:
+        run_all(args)
+    write_page(args.out, report(args.out))
 
 
 def write_page(out: Path, text: str) -> None:

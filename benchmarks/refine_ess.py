@@ -41,8 +41,8 @@ from benchmarks.common import (
     fit,
     markdown_table,
     read_records,
+    run_and_report,
     run_missing,
-    write_page,
 )
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
@@ -214,12 +214,5 @@ def run_all(args: argparse.Namespace) -> None:
     run_missing(args.out, keys, work)
 
 
-def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    if not args.report:
-        run_all(args)
-    write_page(args.out, report(args.out))
-
-
 if __name__ == "__main__":
-    main(parser().parse_args())
+    run_and_report(parser().parse_args(), run_all, report)

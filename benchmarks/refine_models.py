@@ -38,8 +38,8 @@ from benchmarks.common import (
     fit,
     markdown_table,
     read_records,
+    run_and_report,
     run_missing,
-    write_page,
 )
 from pyro_implicit.density import Target
 from pyro_implicit.diagnostics import draw
@@ -233,13 +233,6 @@ To reproduce: `python -m benchmarks.refine_models`.
 """
 
 
-def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    if not args.report:
-        run_all(args)
-    write_page(args.out, report(args.out))
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -254,4 +247,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main(parser().parse_args())
+    run_and_report(parser().parse_args(), run_all, report)

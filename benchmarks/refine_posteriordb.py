@@ -30,8 +30,8 @@ from benchmarks.common import (
     fit,
     markdown_table,
     read_records,
+    run_and_report,
     run_missing,
-    write_page,
 )
 from benchmarks.posteriordb import data
 from benchmarks.posteriordb.methods import start
@@ -148,10 +148,7 @@ To reproduce: `python -m benchmarks.refine_posteriordb --data-dir DIR`.
 
 def main(args: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    if not args.report:
-        run_all(args)
-    write_page(args.out, report(args.out))
+    run_and_report(args, run_all, report)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -34,8 +34,8 @@ from benchmarks.common import (
     add_output_arguments,
     markdown_table,
     read_records,
+    run_and_report,
     run_missing,
-    write_page,
 )
 from pyro_implicit.density import Target
 from pyro_implicit.mcmc import refine
@@ -235,11 +235,8 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    if not args.report:
-        run_all(args)
-    write_page(args.out, report(args.out))
+    run_and_report(args, run_all, report)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from benchmarks.common import (
     fit,
     markdown_table,
     read_records,
+    run_and_report,
     run_missing,
-    write_page,
 )
 from benchmarks.hard_geometries import EIGHT_SCHOOLS, problem
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, InjectiveELBO
@@ -185,12 +185,5 @@ def run_all(args: argparse.Namespace) -> None:
     run_missing(args.out, keys, lambda key: run(key["target"], key["guide"], key["seed"], args))
 
 
-def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    if not args.report:
-        run_all(args)
-    write_page(args.out, report(args.out))
-
-
 if __name__ == "__main__":
-    main(parser().parse_args())
+    run_and_report(parser().parse_args(), run_all, report)

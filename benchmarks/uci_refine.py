@@ -37,7 +37,7 @@ from benchmarks.common import (
     environment,
     markdown_table,
     read_records,
-    write_page,
+    run_and_report,
 )
 from benchmarks.uci import NUM_DRAWS, PAPERS, PRECISION_PRIOR, mean_and_error
 from benchmarks.uci_data import SETS, Data, load
@@ -242,13 +242,6 @@ To reproduce: `python -m benchmarks.uci_refine --data-dir DIR`.
 """
 
 
-def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    if not args.report:
-        run_all(args)
-    write_page(args.out, report(args.out))
-
-
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choices = [*STEPS, "reference"]
@@ -262,4 +255,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main(parser().parse_args())
+    run_and_report(parser().parse_args(), run_all, report)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import uci_refine
+from benchmarks.common import run_and_report
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,8 @@ def tiny_budgets(monkeypatch):
 
 def call(folder: Path, *words: str) -> list[dict]:
     out = folder / "out.jsonl"
-    uci_refine.main(uci_refine.parser().parse_args(["--out", str(out), *words]))
+    args = uci_refine.parser().parse_args(["--out", str(out), *words])
+    run_and_report(args, uci_refine.run_all, uci_refine.report)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
