@@ -154,7 +154,7 @@ def find_frame(
     if _hides_sites(model):
         return None
     try:
-        # Training repeats the warnings about the model, but for angles.
+        # Training repeats the warnings about the model, except those about angles.
         with poutine.block(), seeded(0, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target = Target.of_minibatches(

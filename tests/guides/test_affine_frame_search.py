@@ -273,3 +273,11 @@ def test_a_stored_frame_is_loaded_into_a_guide_with_an_initial_value():
     fresh = AutoImplicit(simple, init_loc_fn=init_to_median)
     fresh()
     assert torch.equal(fresh.frame_scale, guide.frame_scale)
+
+
+def test_the_search_for_a_frame_warns_of_angles():
+    def angle():
+        pyro.sample("phi", dist.VonMises(0.0, 1.0))
+
+    with pytest.warns(UserWarning, match="latent 'phi' is an angle.*Cure"):
+        AutoSemiImplicit(angle)()

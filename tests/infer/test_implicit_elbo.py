@@ -477,3 +477,8 @@ def test_a_subclass_is_its_equation():
     posterior = dist.Normal(loc.detach(), 0.5)
     expected = torch.distributions.kl_divergence(posterior, dist.Normal(1.0, 1.0)).sum().item()
     assert loss == pytest.approx(expected, abs=0.1)
+
+
+def test_counts_are_whole_numbers():
+    with pytest.raises(ValueError, match="num_particles must be a whole number, but got 2.5"):
+        ImplicitELBO(2.5)

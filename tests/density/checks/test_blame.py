@@ -305,3 +305,12 @@ def test_a_type_error_is_no_fault_of_the_draws():
     density._model.args = density.args = (None, Y)
     message = "it raises TypeError: .*Cure: arguments of the types that the model takes$"
     assert re.search(message, blame(density, torch.zeros(2, 1)))
+
+
+def test_finite_points_are_not_blamed_on_the_gradient():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(1.0))
+
+    found = blame(Target(model), torch.zeros(3, 1))
+    assert "random beyond its latents" in found and "torch.where" not in found
