@@ -227,7 +227,7 @@ def refuse_counts(least: int = 1, **counts: int | None) -> None:
     :raises ValueError: naming the argument.
     """
     for name, count in counts.items():
-        if count is not None and count != int(count):
+        if count is not None and count % 1 != 0:
             raise ValueError(f"{name} must be a whole number, but got {count}")
         if count is not None and count < least:
             raise ValueError(f"{name} must be at least {least}, but got {count}")

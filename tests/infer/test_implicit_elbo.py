@@ -479,6 +479,7 @@ def test_a_subclass_is_its_equation():
     assert loss == pytest.approx(expected, abs=0.1)
 
 
-def test_counts_are_whole_numbers():
-    with pytest.raises(ValueError, match="num_particles must be a whole number, but got 2.5"):
-        ImplicitELBO(2.5)
+@pytest.mark.parametrize("count", [2.5, float("inf"), float("nan")])
+def test_counts_are_whole_numbers(count):
+    with pytest.raises(ValueError, match=f"num_particles must be a whole number, but got {count}"):
+        ImplicitELBO(count)
