@@ -349,8 +349,18 @@ class StartPolicy:
     #: Shares of the way from the origin that are tried as start, the first acceptable one is taken.
     shares: tuple[float, ...] = (1.0, 0.5, 0.2, 0.05, 0.0)
 
-    #: Nats per latent variable below the best start at which a start is rejected.
+    #: Nats per latent variable below the best start at which a start is rejected, and below the
+    #: start at which draws around it and the first step from it are.
     max_fall: float = 10.0
+
+    #: Initial standard deviation of a mean field, at most, as in Pyro's ``AutoNormal``.
+    scale: float = 0.1
+
+    #: Factors on that scale and on the learning rate, the first acceptable one is taken.
+    factors: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
+
+    #: Draws by which the scale is judged.
+    num_draws: int = 8
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,10 @@ def correct(stages: Stages, target: Target) -> float:
 def train_mean_field(stages: Stages, target: Target) -> Fit:
     """Train a mean-field guide of many latent variables, from which chains start."""
     policy, budget = stages.policy.training, stages.policy.budget
-    guide = mean_field_guide(stages.model, target, between(target, stages.policy.start))
+    start = between(target, stages.policy.start)
+    lr = policy.mean_field_lr_factor * stages.lr
+    scale, rate = first_scales(target, start, lr, stages.policy.start)
+    guide = mean_field_guide(stages.model, target, start, init_scale=scale)
     particles = min(stages.num_particles, policy.few_particles)
     loss: Trace_ELBO = ImplicitELBO(particles, nonfinite="skip")
     steps = stages.steps_for(guide, loss, budget.training_seconds)
@@ -174,7 +177,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         loss,
         time_share=budget.training_share,
         num_steps=min(policy.mean_field_steps, steps),
-        lr_factor=policy.mean_field_lr_factor,
+        lr_factor=rate / stages.lr,
     )
     if parameters:
         names = ", ".join(f"`{name}`" for name in parameters)
@@ -201,6 +204,32 @@ class _MeanFieldELBO(Trace_ELBO):
         log_prob = self._score.log_prob(points)
         entropy = scale.log().sum() + 0.5 * len(loc) * math.log(2 * math.pi * math.e)
         return -log_prob[log_prob.isfinite()].mean() - entropy
+
+
+def first_scales(
+    target: Target, values: dict[str, Tensor], lr: float, policy: StartPolicy = DEFAULT.start
+) -> tuple[float, float]:
+    """Return a mean field's initial standard deviation, and a learning rate, that are small enough.
+
+    Draws must not be far less probable than their centre, nor must the point that one step of Adam
+    reaches. In a random walk of thousands of steps, the changes of all steps add up.
+
+    :param values: the centre, constrained, by site.
+    :param lr: the largest learning rate.
+    """
+    centre = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
+    stream = torch.Generator().manual_seed(0)  # the caller's does not advance
+    noise = torch.randn(policy.num_draws, target.latent_dim, generator=stream).to(centre)
+    step = target.score(centre)[1].sign().nan_to_num(0.0)
+    least = finite_log_prob(target, centre) - policy.max_fall * target.latent_dim
+
+    def first(largest: float, directions: Tensor) -> float:
+        for factor in policy.factors:
+            if finite_log_prob(target, centre + factor * largest * directions).median() >= least:
+                break
+        return factor * largest
+
+    return first(policy.scale, noise), first(lr, step)
 
 
 def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Tensor]:

@@ -342,6 +342,50 @@ def test_a_start_that_training_would_not_leave_is_moved():
     torch.testing.assert_close(between(density)["sigma"], expected.exp().squeeze())
 
 
+def summed(y, sd):
+    x = pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(x.sum(), sd), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("sd", "scale", "rate"), [(10.0, 0.1, 0.05), (0.1, 0.1, 0.015), (0.01, 0.03, 0.0015)]
+)
+def test_scales_at_which_a_sum_stays_probable(sd, scale, rate):
+    """A step of ``lr`` changes the sum by ``100 * lr``, draws by a Normal of sd ``10 * scale``.
+
+    Their squares over ``2 * sd**2`` must not exceed the limit, 10 nats per latent variable.
+    """
+    target = Target(summed, torch.tensor(0.01), sd)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    found = refinement.first_scales(target, {"x": torch.zeros(100)}, 0.05)
+    assert found == (pytest.approx(scale), pytest.approx(rate))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def random_walk(y):
+    sigma = pyro.sample("sigma", dist.HalfNormal(0.5))
+    start = pyro.sample("start", dist.Normal(-1.0, 2.0))
+    steps = pyro.sample("steps", dist.Normal(0.0, sigma).expand([len(y)]).to_event(1))
+    with pyro.plate("days", len(y)):
+        pyro.sample("y", dist.Normal(0.0, ((start + steps.cumsum(-1)) / 2).exp()), obs=y)
+
+
+def test_the_rough_guide_of_a_long_walk_trains():
+    """With a scale of .1 and a first step of .05, losses are infinite or not numbers."""
+    pyro.set_rng_seed(3)
+    y = 0.5 * torch.randn(2500)
+    run = stages.Stages(
+        random_walk, (y,), {}, 600, lr=0.01, num_particles=8, limit=stages.TimeLimit(None)
+    )
+    with run.kept_apart():
+        result = refinement.train_mean_field(run, Target(random_walk, y))
+    losses = torch.tensor(result.losses)
+    assert losses.isfinite().all()
+    assert losses[-50:].median() < 0.9 * losses[0]
+
+
 def test_the_rough_guide_trains_in_haste(monkeypatch):
     rates = []
 
