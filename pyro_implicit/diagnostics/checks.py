@@ -41,7 +41,6 @@ __all__ = [
     "drift_check",
     "endless_scales",
     "importance_check",
-    "jump_share",
     "stein_by_site",
     "stein_check",
     "uncovered_modes",
@@ -152,62 +151,6 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
         errors.faults,
         errors.resolution,
     )
-
-
-@torch.no_grad()
-def jump_share(draws: Whitened, score: Callable[[Tensor], tuple[Tensor, Tensor]]) -> float:
-    """Return the share of short steps over which a log-density jumps, as at a change point.
-
-    Stein's identities need a density without jumps. Of each step, the half is kept over which the
-    log-density differs more from the trapezoidal rule of its scores. For a smooth density this
-    difference falls by a factor of eight, at a kink by two, and at a jump it stays. The end of a
-    support is a jump unless the density vanishes there.
-
-    **Example:**
-
-    >>> from pyro_implicit.diagnostics.moments import whiten_draws
-    >>> _ = torch.manual_seed(0)
-    >>> draws = whiten_draws(torch.randn(2000, 1))
-    >>> jump_share(draws, lambda u: (-0.5 * u.square().sum(-1), -u))
-    0.0
-    >>> jump_share(draws, lambda u: ((u > 0).double().sum(-1), torch.zeros_like(u))) > 0.05
-    True
-
-    :param score: the log-density ``(n,)`` and its gradient at points ``(n, latent_dim)``.
-    """
-    Point = tuple[Tensor, Tensor, Tensor]
-
-    def at(points: Tensor) -> Point:
-        return (points, *score(points))
-
-    def difference(one: Point, other: Point) -> Tensor:
-        slope = 0.5 * ((one[2] + other[2]) * (other[0] - one[0])).sum(-1)
-        slope = slope.nan_to_num(0.0, 0.0, 0.0)  # outside of the support
-        return (other[1] - one[1] - slope).abs().nan_to_num(0.0)
-
-    def where(rows: Tensor, one: Point, other: Point) -> Point:
-        wide = rows.unsqueeze(-1)
-        return (
-            torch.where(wide, one[0], other[0]),
-            torch.where(rows, one[1], other[1]),
-            torch.where(wide, one[2], other[2]),
-        )
-
-    start = draws.white[: CHECKS.num_steps]
-    way = torch.randn_like(start)
-    way = CHECKS.step * way / way.norm(dim=-1, keepdim=True)
-    first, last = at(draws.unwhiten(start)), at(draws.unwhiten(start + way))
-    log_prob = first[1]
-    for _ in range(CHECKS.num_halvings):
-        middle = at(0.5 * (first[0] + last[0]))
-        is_first = difference(first, middle) > difference(middle, last)
-        first, last = where(is_first, first, middle), where(is_first, middle, last)
-    rounding = torch.finfo(start.dtype).eps * first[1].abs() / CHECKS.step
-    is_jump = difference(first, last) > CHECKS.least_jump + rounding
-    vanishes = torch.minimum(first[1], last[1]).isinf() & (
-        torch.maximum(first[1], last[1]) < log_prob - CHECKS.vanishing
-    )
-    return (is_jump & ~vanishes).double().mean().item()
 
 
 @torch.no_grad()

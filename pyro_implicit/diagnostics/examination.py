@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,6 @@ from pyro_implicit.diagnostics.checks import (
     drift_check,
     endless_scales,
     importance_check,
-    jump_share,
     stein_by_site,
     stein_check,
     uncovered_modes,
@@ -49,6 +49,7 @@ from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops.jumps import jump_share
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.progress import steps_of
 
@@ -221,11 +222,12 @@ def _stein(
     """Return Stein's identities, by site if weights cannot replace them, or why there are none."""
     stein = stein_check(whitened, found.scores)
     if stein.faults or stein.kernel.p_value < MOMENTS.false_alarm:
-        share = jump_share(whitened, target.score)
+        white = whitened.white[: CHECKS.num_steps]
+        share = jump_share(white, whitened.score_of(target.score), **asdict(CHECKS.jumps))
         if share > CHECKS.max_jumps:
             return None, (
                 f"Stein's identities, because the log-density jumps in {share:.0%} of the steps of "
-                f"{CHECKS.step:g} sd between draws"
+                f"{CHECKS.jumps.step:g} sd between draws"
             )
     needed = policy.good_weights * len(found.points)
     few = found.bound is None or found.bound.effective_sample_size < needed

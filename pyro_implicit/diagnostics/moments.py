@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.diagnostics.policy import MOMENTS
+from pyro_implicit.ops.ensemble_hmc import Score
 from pyro_implicit.ops.jacobian import lanczos
 
 __all__ = [
@@ -358,6 +359,15 @@ class Whitened(NamedTuple):
     def scores(self, scores: Tensor) -> Tensor:
         """Map gradients in the original coordinates to gradients in the frame."""
         return scores * self.frame if self.axes is None else scores @ self.frame.mT
+
+    def score_of(self, score: Score) -> Score:
+        """Return the log-density and its gradient as functions of points of the frame."""
+
+        def white_score(white: Tensor) -> tuple[Tensor, Tensor]:
+            log_density, gradient = score(self.unwhiten(white))
+            return log_density, self.scores(gradient)
+
+        return white_score
 
 
 def whiten_draws(draws: Tensor, full: bool | None = None) -> Whitened:

@@ -7,10 +7,11 @@ Each field gives unit, role and source.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
+from pyro_implicit.mcmc.policy import JumpPolicy
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
 __all__ = [
@@ -130,15 +131,11 @@ class CheckPolicy:
     #: Share of draws with non-finite log-density that are left out; more are an error.
     max_lost: float = 0.005
 
-    #: Draws from which steps are tried for jumps of the log-density, their length in sds, how often
-    #: they are halved, and the nats that are then a jump.
+    #: Draws from which steps are tried for jumps of the log-density.
     num_steps: int = 500
-    step: float = 0.3
-    num_halvings: int = 10
-    least_jump: float = 0.05
 
-    #: Nats by which a density falls towards the end of its support if it vanishes there.
-    vanishing: float = 5.0
+    #: How jumps are found.
+    jumps: JumpPolicy = field(default_factory=JumpPolicy)
 
     #: Share of such steps from which Stein's identities do not hold.
     max_jumps: float = 0.01

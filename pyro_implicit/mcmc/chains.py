@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
-from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.kernels import KERNELS, slice_sampling
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.spaces.space import Fitted, Space
 from pyro_implicit.mcmc.stopping import Drift, Tracked, tracked
+from pyro_implicit.ops.jumps import jump_share
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
 from pyro_implicit.runtime.progress import new_stage, watch
@@ -567,6 +568,9 @@ class WindowedChains(Chains):
         is_stiff = fmean(self._failed[half:]) > limits.max_failed
         is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too
         self.adaptation = self.adaptation.with_step_size_spread(is_stiff)
+        if is_stiff and self._jumps():
+            self.kernel, is_new = "slice", True
+            self.adaptation = slice_sampling.adaptation(self.policy, self.adaptation.max_gradients)
         self._positions, self._log_densities, self._failed = [], [], []
         self._window += is_right
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
@@ -576,6 +580,16 @@ class WindowedChains(Chains):
         is_done = is_final and self._window >= limits.least_windows
         if is_early or is_done:
             self.phase, self._left = "tuning", limits.tuning
+
+    def _jumps(self) -> bool:
+        """Return whether trajectories of HMC fail because the density jumps."""
+        limits, white = self.policy.slice, self.state.position
+        if self.kernel != "hmc" or white.shape[-1] > limits.max_dim:
+            return False
+        stream = torch.Generator(white.device).manual_seed(0)  # the chains' does not advance
+        self.gradients += limits.jumps.num_halvings + 2
+        share = jump_share(white, self._score, stream, **asdict(limits.jumps))
+        return share > limits.least_jumps
 
     def _renew_space(self, points: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Make the space again if the chains have left its middle; return points and draws in it.

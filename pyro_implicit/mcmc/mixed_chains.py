@@ -244,6 +244,9 @@ class MixedChains(WindowedChains):
             self.history = History(self.history.capacity)
             self.acceptance = self.failed = 0.0
 
+    def _jumps(self) -> bool:
+        return False  # slices are for continuous latent variables
+
     def _end_window(self, is_early: bool) -> None:
         path = torch.stack(self._positions[len(self._positions) // 2 :])
         points = self.frame.to_points(path.flatten(0, 1))

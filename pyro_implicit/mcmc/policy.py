@@ -13,10 +13,12 @@ __all__ = [
     "ChainPolicy",
     "FramePolicy",
     "HMCPolicy",
+    "JumpPolicy",
     "LangevinPolicy",
     "MAMSPolicy",
     "MCLMCPolicy",
     "ShiftPolicy",
+    "SlicePolicy",
     "SpacePolicy",
     "StoppingPolicy",
     "TeachPolicy",
@@ -157,6 +159,50 @@ class MAMSPolicy:
 
     #: Shrinkage of dual averaging, from a step size that is nearly right.
     gamma: float = 0.2
+
+
+@dataclass(frozen=True)
+class JumpPolicy:
+    """Jumps of a log-density. Checked by ``tests/ops/test_jumps.py``."""
+
+    #: Length of the steps over which jumps are looked for, in sds.
+    step: float = 0.3
+
+    #: How often these steps are halved.
+    num_halvings: int = 10
+
+    #: Nats that are then a jump.
+    least_jump: float = 0.05
+
+    #: Nats by which a density falls towards the end of its support if it vanishes there.
+    vanishing: float = 5.0
+
+
+@dataclass(frozen=True)
+class SlicePolicy:
+    """Slice sampling along random directions. Checked by
+    ``tests/mcmc/kernels/test_slice_sampling.py``."""
+
+    #: Dimension up to which it takes over from HMC where the density jumps.
+    max_dim: int = 30
+
+    #: Share of short steps from which the density counts as one with jumps.
+    least_jumps: float = 0.01
+
+    #: How jumps are found.
+    jumps: JumpPolicy = field(default_factory=JumpPolicy)
+
+    #: Width of the first interval, in sds of the frame.
+    width: float = 4.0
+
+    #: Points of an interval after which a chain stays where it is.
+    max_shrinks: int = 60
+
+    #: Points of an interval until a chain has moved, about.
+    usual_shrinks: int = 5
+
+    #: Directions of a transition: enough that chains wait little for each other.
+    num_directions: int = 12
 
 
 @dataclass(frozen=True)
@@ -688,6 +734,7 @@ class ChainPolicy:
     hmc: HMCPolicy = field(default_factory=HMCPolicy)
     mclmc: MCLMCPolicy = field(default_factory=MCLMCPolicy)
     mams: MAMSPolicy = field(default_factory=MAMSPolicy)
+    slice: SlicePolicy = field(default_factory=SlicePolicy)
     warmup: WarmupPolicy = field(default_factory=WarmupPolicy)
     window: WindowPolicy = field(default_factory=WindowPolicy)
     shift: ShiftPolicy = field(default_factory=ShiftPolicy)

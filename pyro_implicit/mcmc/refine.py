@@ -64,7 +64,7 @@ def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    kernel: Literal["hmc", "mams", "mclmc"] = "hmc",
+    kernel: Literal["hmc", "slice", "mams", "mclmc"] = "hmc",
     num_chains: int | None = None,
     frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
     quantities: Quantities | None = None,
@@ -134,8 +134,11 @@ def refine(
         such as :class:`AutoEnsemble` and ``MCMC``. If there are fewer draws than chains, some
         draws start several chains. A result of :func:`~pyro_implicit.fit` stands for its ``guide``.
     :param args: the arguments of model and guide.
-    :param kernel: ``"hmc"``, or ``"mclmc"`` for networks: microcanonical Langevin
-        dynamics without Metropolis steps, whose chains share neither frame nor step size
+    :param kernel: ``"hmc"``; or ``"slice"`` for densities that end or jump
+        (:func:`~pyro_implicit.mcmc.kernels.slice_sampling.step`), to which ``"hmc"`` changes in the
+        warm-up if trajectories fail at jumps and there are at most 30 latent variables; or
+        ``"mclmc"`` for networks: microcanonical Langevin dynamics without Metropolis steps, whose
+        chains share neither frame nor step size
         (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`); or ``"mams"``, the same with Metropolis
         steps after the first part of the warm-up, which is exact and takes shorter steps
         (:func:`~pyro_implicit.mcmc.kernels.mams.step`).
@@ -241,7 +244,7 @@ def refine_target(
     max_leapfrogs: int = 64,
     max_draws: int = 100,
     max_seconds: float | None = None,
-    kernel: Literal["hmc", "mams", "mclmc"] = "hmc",
+    kernel: Literal["hmc", "slice", "mams", "mclmc"] = "hmc",
     quantities: Quantities | None = None,
     compile: CompileMode = "auto",
     policy: ChainPolicy = DEFAULT,

@@ -71,7 +71,7 @@ class Refined(Printed, ArvizExport):
         ``"steady"`` means that
         ``quantities`` do not drift while the chains still depend on their starts (R-hat from 1.1
         to 2): right as far as the guide's weights of places are between which no chain passes.
-    :ivar kernel: ``"hmc"``, ``"mams"``, ``"mclmc"`` or ``"sghmc"``.
+    :ivar kernel: ``"hmc"``, ``"slice"``, ``"mams"``, ``"mclmc"`` or ``"sghmc"``.
     :ivar store: The unconstrained draws, in memory or on disk.
     :ivar constrain: The map from unconstrained draws to values by site.
     :ivar num_chains: Number of chains.

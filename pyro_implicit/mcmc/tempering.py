@@ -28,7 +28,7 @@ from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracker, pooled
 from pyro_implicit.ops.annealing import NormalMixture, next_power, stratified_errors
-from pyro_implicit.ops.ensemble_hmc import ChainState
+from pyro_implicit.ops.ensemble_hmc import ChainState, chosen
 from pyro_implicit.ops.importance_weights import systematic
 from pyro_implicit.runtime.progress import new_stage, watch
 
@@ -79,14 +79,6 @@ class Evaluated(NamedTuple):
     def take(self, rows: Tensor) -> Evaluated:
         """Return some of the points, by their indices."""
         return Evaluated(*(part[rows] for part in self))
-
-    def moved(self, after: Evaluated, rows: Tensor) -> Evaluated:
-        """Return other points where ``rows`` ``(n,)`` is true."""
-        return Evaluated(
-            torch.where(rows.unsqueeze(-1), after.points, self.points),
-            torch.where(rows, after.log_density, self.log_density),
-            torch.where(rows.unsqueeze(-1), after.gradient, self.gradient),
-        )
 
 
 class LabelledScore:
@@ -269,7 +261,7 @@ class Walkers(NamedTuple):
         assert score.last is not None
         rows = (after.position != before.position).any(-1)
         done = self.num_points + info.num_gradients * len(rows)
-        return self._replace(adaptation=adaptation, num_points=done), here.moved(score.last, rows)
+        return self._replace(adaptation=adaptation, num_points=done), chosen(rows, score.last, here)
 
 
 def anneal(

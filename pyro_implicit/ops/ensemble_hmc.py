@@ -5,14 +5,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["ChainState", "Move", "chees", "ensemble_move", "score_of", "van_der_corput"]
+__all__ = [
+    "ChainState",
+    "Move",
+    "Score",
+    "chees",
+    "chosen",
+    "ensemble_move",
+    "score_of",
+    "van_der_corput",
+]
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
+Values = TypeVar("Values", bound=tuple)
 
 
 class ChainState(NamedTuple):
@@ -36,6 +46,21 @@ class Move(NamedTuple):
     proposal: Tensor
     velocity: Tensor
     acceptance: Tensor
+
+
+def chosen(mask: Tensor, first: Values, second: Values) -> Values:
+    """Return the first values in the chains of a mask, the second in the others.
+
+    :param mask: ``(*num_chains,)``.
+    :param first: a NamedTuple of tensors ``(*num_chains, ...)``, such as :class:`ChainState`.
+    :param second: the same with other values.
+    """
+
+    def one_of(one: Tensor, other: Tensor) -> Tensor:
+        wide = mask.reshape(mask.shape + (1,) * (one.dim() - mask.dim()))
+        return torch.where(wide, one, other)
+
+    return type(first)(*map(one_of, first, second))
 
 
 def score_of(log_density: Callable[[Tensor], Tensor]) -> Score:
@@ -98,12 +123,7 @@ def ensemble_move(
     change = torch.where(finite & change.isfinite(), change, torch.full_like(change, -math.inf))
     acceptance = change.clamp(max=0.0).exp()
     accepted = torch.rand_like(acceptance) < acceptance
-    rows = accepted.unsqueeze(-1)
-    after = ChainState(
-        torch.where(rows, position, state.position),
-        torch.where(accepted, log_density, state.log_density),
-        torch.where(rows, gradient, state.gradient),
-    )
+    after = chosen(accepted, ChainState(position, log_density, gradient), state)
     return Move(after, position, momentum, acceptance)
 
 

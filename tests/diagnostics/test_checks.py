@@ -10,9 +10,7 @@ import torch
 from torch.distributions import constraints
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.checks import jump_share, uncovered_modes
-from pyro_implicit.diagnostics.moments import whiten_draws
-from pyro_implicit.diagnostics.policy import CHECKS
+from pyro_implicit.diagnostics.checks import uncovered_modes
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -98,35 +96,3 @@ def test_a_ridge_without_curvature_does_not_count():
     u = torch.randn(1000, 2) * torch.tensor([1.0, 0.5])
     found = uncovered_modes(torch.tensor([[0.0, 0.5]]), u, Target(model))
     assert found.mass.item() < 0.9 and not found.uncovered.any()
-
-
-@pytest.mark.parametrize("height", [0.0, 0.1])
-def test_a_slope_is_no_jump(height):
-    """Over the shortest steps, a slope of 5,000 nats per sd is more than the nats of a jump."""
-    torch.manual_seed(0)
-    slope = 5e3
-    assert slope * CHECKS.step / 2**CHECKS.num_halvings > 10 * CHECKS.least_jump
-    draws = whiten_draws(torch.randn(500, 1))
-
-    def score(points):
-        jump = torch.where(points > 0, height, 0.0)
-        return (slope * points + jump).squeeze(-1), torch.full_like(points, slope)
-
-    share = jump_share(draws, score)
-    assert share == 0.0 if height == 0 else share > 2 * CHECKS.max_jumps
-
-
-@pytest.mark.parametrize("outside", [0.0, torch.nan])
-@pytest.mark.parametrize(("shape", "jumps"), [(1.0, True), (3.0, False)])
-def test_the_end_of_a_support_is_a_jump_unless_the_density_vanishes(shape, jumps, outside):
-    torch.manual_seed(0)
-    law = torch.distributions.Gamma(shape, 1.0, validate_args=False)
-    draws = whiten_draws(law.sample((2000, 1)))
-
-    def score(u):
-        inside = (u > 0).squeeze(-1)
-        log_prob = torch.where(inside, law.log_prob(u.abs()).squeeze(-1), -torch.inf)
-        return log_prob, torch.where(inside[:, None], (shape - 1) / u - 1, outside)
-
-    share = jump_share(draws, score)
-    assert share > 0.03 if jumps else share == 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pyro_implicit.mcmc.kernels import hmc, mams, mclmc, sghmc
+from pyro_implicit.mcmc.kernels import hmc, mams, mclmc, sghmc, slice_sampling
 
 __all__ = ["KERNELS", "Kernel"]
 
@@ -48,5 +48,6 @@ KERNELS = {
     "mclmc": Kernel(
         mclmc.init, mclmc.step, adaptation=mclmc.adaptation, separate=True, exact=False
     ),
+    "slice": Kernel(slice_sampling.init, slice_sampling.step, adaptation=slice_sampling.adaptation),
     "sghmc": Kernel(sghmc.init, sghmc.step, exact=False),
 }

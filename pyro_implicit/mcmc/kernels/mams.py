@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.kernels import mclmc
 from pyro_implicit.mcmc.kernels.hmc import Averaging
-from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, chosen, gradients_of, path
+from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, gradients_of, path
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MAMSPolicy
-from pyro_implicit.ops.ensemble_hmc import Score
+from pyro_implicit.ops.ensemble_hmc import Score, chosen
 
 __all__ = ["Info", "MAMSTuning", "Settings", "adaptation", "init", "step"]
 

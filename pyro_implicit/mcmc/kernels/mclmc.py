@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MCLMCPolicy
-from pyro_implicit.ops.ensemble_hmc import Score
+from pyro_implicit.ops.ensemble_hmc import Score, chosen
 
 __all__ = [
     "Info",
@@ -19,7 +19,6 @@ __all__ = [
     "Settings",
     "State",
     "adaptation",
-    "chosen",
     "gradients_of",
     "init",
     "path",
@@ -153,11 +152,6 @@ def gradients_of(settings: Settings) -> int:
     return 2 * settings.num_steps
 
 
-def chosen(mask: Tensor, first: State, second: State) -> State:
-    """Return the first state in the chains of a mask ``(num_chains,)``, the second in others."""
-    return State(*(_where(mask, one, two) for one, two in zip(first, second, strict=True)))
-
-
 def _kick(direction: Tensor, gradient: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
     """Turn directions towards gradients; return them, and the changes of kinetic energy."""
     dim = max(direction.shape[-1] - 1, 1)
@@ -173,10 +167,6 @@ def _kick(direction: Tensor, gradient: Tensor, time: Tensor) -> tuple[Tensor, Te
 
 def _unit(direction: Tensor) -> Tensor:
     return direction / direction.norm(dim=-1, keepdim=True)
-
-
-def _where(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    return torch.where(mask if first.dim() == 1 else mask.unsqueeze(-1), first, second)
 
 
 class _Moments(NamedTuple):

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jumps of a log-density, as at a change point or at the end of its support."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.ops.ensemble_hmc import ChainState, Score, chosen
+
+__all__ = ["jump_share"]
+
+
+@torch.no_grad()
+def jump_share(
+    white: Tensor,
+    score: Score,
+    generator: torch.Generator | None = None,
+    *,
+    step: float,
+    num_halvings: int,
+    least_jump: float,
+    vanishing: float,
+) -> float:
+    """Return the share of short steps over which a log-density jumps.
+
+    Gradients do not show a jump: Stein's identities do not hold, and trajectories of Hamiltonian
+    Monte Carlo are rejected. Of each step, the half is kept over which the log-density differs more
+    from the trapezoidal rule of its scores. For a smooth density this difference falls by a factor
+    of eight, at a kink by two, and at a jump it stays. The end of a support is a jump unless the
+    density vanishes there.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> draws, how = torch.randn(2000, 1), dict(step=0.3, num_halvings=10, least_jump=0.05)
+    >>> jump_share(draws, lambda u: (-0.5 * u.square().sum(-1), -u), vanishing=5.0, **how)
+    0.0
+    >>> score = lambda u: ((u > 0).double().sum(-1), torch.zeros_like(u))
+    >>> jump_share(draws, score, vanishing=5.0, **how) > 0.05
+    True
+
+    :param white: draws of about unit covariance, ``(n, d)``.
+    :param score: the log-density ``(n,)`` and its gradient at points ``(n, d)``.
+    :param generator: of the directions; by default torch's own.
+    :param step: length of the steps.
+    :param num_halvings: of each step.
+    :param least_jump: nats that are a jump.
+    :param vanishing: nats by which a density falls towards the end of its support if it vanishes
+        there.
+    """
+
+    def at(points: Tensor) -> ChainState:
+        return ChainState(points, *score(points))
+
+    def difference(one: ChainState, other: ChainState) -> Tensor:
+        way = other.position - one.position
+        slope = 0.5 * ((one.gradient + other.gradient) * way).sum(-1)
+        slope = slope.nan_to_num(0.0, 0.0, 0.0)  # outside of the support
+        return (other.log_density - one.log_density - slope).abs().nan_to_num(0.0)
+
+    way = torch.randn(white.shape, generator=generator, dtype=white.dtype, device=white.device)
+    way = step * way / way.norm(dim=-1, keepdim=True)
+    first, last = at(white), at(white + way)
+    log_density = first.log_density
+    for _ in range(num_halvings):
+        middle = at(0.5 * (first.position + last.position))
+        is_first = difference(first, middle) > difference(middle, last)
+        first, last = chosen(is_first, first, middle), chosen(is_first, middle, last)
+    rounding = torch.finfo(white.dtype).eps * first.log_density.abs() / step
+    is_jump = difference(first, last) > least_jump + rounding
+    vanishes = torch.minimum(first.log_density, last.log_density).isinf() & (
+        torch.maximum(first.log_density, last.log_density) < log_density - vanishing
+    )
+    return (is_jump & ~vanishes).double().mean().item()
