@@ -82,6 +82,11 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         "diagnose",
         within(diagnose, **quick),
     )
+    for name in ("check_prior_predictive", "check_posterior_predictive"):
+        patch(Fit, name, num_draws=50)
+    # Chains with such budgets stay apart.
+    refinement = importlib.import_module("pyro_implicit.mcmc.refine")
+    monkeypatch.setattr(refinement, "_can_anneal", lambda *args: False)
     patch(pyro.infer, "NUTS", jit_compile=False, max_tree_depth=1)
     patch(pyro.infer, "MCMC", num_samples=20, warmup_steps=4)
 

@@ -200,10 +200,10 @@ def test_an_executor_runs_the_fits(kind):
 def test_a_dask_cluster_runs_the_fits(monkeypatch):
     distributed = pytest.importorskip("distributed")
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # its processes import this file
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None}
     with distributed.Client(**options) as client:
         executor = client.get_executor()
-        assert len({*executor.map(_process, range(8))}) == 2
+        assert os.getpid() not in {*executor.map(_process, range(2))}
         assert ranks_by(executor).equal(ranks_by(executor))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import pyro
@@ -15,6 +16,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta
 
 from pyro_implicit import compare_models, fit
+from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import Fit, log_evidence
 
@@ -151,7 +153,9 @@ def raw(model, y):
     )
 
 
-def test_refused_input(results):
+def test_refused_input(results, monkeypatch):
+    few = replace(DECISIONS, num_draws=40, most_draws=40)
+    monkeypatch.setattr("pyro_implicit.fitting.model_comparison.DECISIONS", few)
     first = results["scale 0.8"]
     with pytest.raises(ValueError, match="at least two results"):
         compare_models({"a": first})

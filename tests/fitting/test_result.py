@@ -260,12 +260,12 @@ def learning(y):
 def test_another_fit_does_not_change_a_result():
     pyro.clear_param_store()
     y = torch.randn(30, generator=torch.Generator().manual_seed(0))
-    first = fit(learning, "auto", y, num_steps=500, lr=0.05, **QUIET)
+    first = fit(learning, "auto", y, num_steps=100, lr=0.05, **QUIET)
     value = pyro.param("scale").item()
     assert f"learnt parameters: scale = {value:.4g}" in str(first)
     pyro.set_rng_seed(1)
     expected = str(first.diagnose())
-    fit(learning, "auto", 4 * y, num_steps=500, lr=0.05, **QUIET)
+    fit(learning, "auto", 4 * y, num_steps=100, lr=0.05, **QUIET)
     other = pyro.param("scale").item()
     assert other > 2 * value and first.parameters["scale"].constrained.item() == value
     pyro.set_rng_seed(1)

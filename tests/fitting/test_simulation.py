@@ -21,7 +21,7 @@ from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded as pyro_seed
 
 SMALL = SimulatorPolicy(
-    num_networks=2, width=32, classifier_width=32, num_steps=700, lr=5e-3, batch_size=128
+    num_networks=2, width=32, classifier_width=32, num_steps=400, lr=5e-3, batch_size=128
 )
 OPTIONS = {"policy": SMALL, "seed": 0, "progress": False}
 #: Without training.
@@ -56,8 +56,8 @@ def nuisance(y=None):
 @pytest.fixture(scope="module")
 def fitted():
     return fit_simulator(
-        nuisance, torch.tensor([1.0, 1.5]), sites=["slope"], num_simulations=4000,
-        **OPTIONS | {"policy": replace(SMALL, width=48, num_steps=1500)},
+        nuisance, torch.tensor([1.0, 1.5]), sites=["slope"], num_simulations=2000,
+        **OPTIONS | {"policy": replace(SMALL, num_steps=700)},
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_bounded_latents_and_discrete_data():
         p = pyro.sample("p", dist.Uniform(0.0, 1.0))
         pyro.sample("y", dist.Delta((torch.rand(20) < p).sum()), obs=y)
 
-    found = fit_simulator(model, torch.tensor(16), num_simulations=2000, **OPTIONS)
+    found = fit_simulator(model, torch.tensor(16), num_simulations=1000, **OPTIONS)
     draws = found.sample(4000)["p"]
     exact = dist.Beta(17.0, 5.0)
     assert ((draws > 0) & (draws < 1)).all()
@@ -288,12 +288,12 @@ def test_proposals_are_draws_of_the_prior_in_a_region():
     options = {"policy": SimulatorPolicy(num_networks=1, num_steps=1, tail=0.3)}
     found = fit_simulator(far, y, rounds=2, **QUICK | options | {"num_simulations": 400})
     torch.manual_seed(0)
-    proposals, is_inside = found._propose(20_000)
+    proposals, is_inside = found._propose(8_000)
     assert is_inside(proposals).all()
-    uniform = torch.rand(200_000, 2)
+    uniform = torch.rand(60_000, 2)
     exact = torch.stack([2 * torch.special.ndtri(uniform[:, 0]), uniform[:, 1].logit()], -1)
     exact = exact[is_inside(exact)]
-    assert 0.1 < len(exact) / 200_000 < 0.9
+    assert 0.1 < len(exact) / 60_000 < 0.9
     torch.testing.assert_close(proposals.mean(0), exact.mean(0), rtol=0, atol=0.05)
     torch.testing.assert_close(proposals.T.cov(), exact.T.cov(), rtol=0.06, atol=0.05)
 
