@@ -33,9 +33,17 @@ from pyro_implicit.export import import_arviz, quiet_arviz
 from pyro_implicit.fitting.log_evidence import LogEvidence, log_evidence
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.infer import EvidenceBound, evidence_bound
+from pyro_implicit.ops.importance_weights import pareto_smoothed
 from pyro_implicit.ops.log_space import log_mean_exp
+from pyro_implicit.ops.policy import RELIABLE_KHAT
 from pyro_implicit.runtime.global_state import in_turn, with_seed
-from pyro_implicit.runtime.messages import Printed, Table, refuse_counts, refuse_nonpositive
+from pyro_implicit.runtime.messages import (
+    Printed,
+    Table,
+    refuse_counts,
+    refuse_nonpositive,
+    warn_user,
+)
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import watching
 
@@ -428,19 +436,30 @@ def _k_fold(
     # A list: meanwhile, threads run their models, and this one runs none.
     scores = list((map if executor is None else executor.map)(_score_fold, tasks))
     elpd = {}
-    for index, name in enumerate(found):
-        elpd[name] = torch.empty(number, dtype=torch.float64, device="cpu")
-        elpd[name][torch.cat(parts)] = torch.cat(scores[index * folds : (index + 1) * folds])
+    for index, (name, one) in enumerate(found.items()):
+        own = torch.cat(scores[index * folds : (index + 1) * folds])[torch.cat(parts).argsort()]
+        elpd[name] = own[:, 0]
+        bad = (own[:, 1] > RELIABLE_KHAT).nonzero().flatten().tolist()
+        if bad:
+            rows = ", ".join(one.labels[row] for row in bad)
+            warn_user(
+                f"K-fold cross-validation of '{name}' is unreliable at {len(bad)} of {number} "
+                f"observations ({rows}; Pareto k-hat above {RELIABLE_KHAT}): few draws of the "
+                "other folds' posterior explain them, and their elpd may be nats too low. Cure: "
+                "leave-one-out cross-validation (folds=None), which repairs such observations"
+            )
     return elpd
 
 
 @in_turn
 def _score_fold(task: tuple[Any, ...]) -> Tensor:
-    """Return log predictive densities of the observations of one fold, given all others."""
+    """Return log predictive densities of the observations of one fold, given all others, and the
+    Pareto k-hat of their densities at the draws, ``(num_observations, 2)``."""
     model, args, kwargs, weights, part, options = task
     weighted = WeightedObservations(model, weights)
     result = Fit._fit(weighted, "auto", *args, model_kwargs=kwargs, **options)
     draws = result.draws_by_chain(DECISIONS.num_draws)
     target = Target(model, *args, model_kwargs=kwargs)
     logs = Pointwise.of(target, draws).log_likelihood.flatten(0, 1)[:, part]
-    return log_mean_exp(logs).cpu()
+    khat = torch.tensor([pareto_smoothed(row).khat for row in logs.mT], dtype=torch.float64)
+    return torch.stack([log_mean_exp(logs).double().cpu(), khat], -1)

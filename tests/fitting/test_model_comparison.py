@@ -97,6 +97,22 @@ def test_k_fold_in_parallel(results):
     plt.close("all")
 
 
+def test_k_fold_names_observations_that_few_draws_explain():
+    """Where draws are few, the mean of their densities is far below the exact one."""
+    y = torch.tensor([0.1, -0.3, 0.2, 0.0, -0.1, 4.0])
+
+    def mean(y, prior_sd):
+        m = pyro.sample("m", dist.Normal(0.0, prior_sd))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(m, 0.2), obs=y)
+
+    results = {str(sd): fit(mean, "auto", y, sd, seed=0, progress=False) for sd in (5.0, 10.0)}
+    message = r"is unreliable at . of 6 observations \(.*y\[5\];.*Cure: leave-one"
+    with pytest.warns(UserWarning, match=message):
+        found = compare_models(results, folds=6, evidence=False, seed=0)
+    assert found.elpd["5.0"].isfinite().all()
+
+
 def test_plot_of_leave_one_out(comparison):
     figure = comparison.plot()
     assert len(figure.axes) == 2 and len(figure.axes[1].lines) == 3
