@@ -169,7 +169,7 @@ class JumpPolicy:
     step: float = 0.3
 
     #: How often these steps are halved.
-    num_halvings: int = 10
+    num_halvings: int = 16
 
     #: Nats that are then a jump.
     least_jump: float = 0.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyro
@@ -29,7 +30,7 @@ from pyro_implicit.mcmc import ChainPolicy, ChEES, refine, refine_by_minibatches
 from pyro_implicit.mcmc import chains as chains_module
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.policy import StoppingPolicy
+from pyro_implicit.mcmc.policy import DEFAULT, SlicePolicy, StoppingPolicy
 from pyro_implicit.mcmc.refine import chains_in_time
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.runtime.clock import TimeLimit
@@ -426,9 +427,9 @@ def test_proposals_without_a_finite_density_are_rejected():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.factor("positive", torch.where(x > 0, 0.0, -torch.inf))
 
-    result = refine(
-        half_line, {"x": torch.rand(50) + 0.1}, max_gradients=800, seed=0, progress=False
-    )
+    policy = replace(DEFAULT, slice=SlicePolicy(max_dim=0))
+    starts = {"x": torch.rand(50) + 0.1}
+    result = refine(half_line, starts, max_gradients=800, policy=policy, seed=0, progress=False)
     draws = result.get_samples()["x"]
     assert (draws > 0).all() and abs(draws.mean() - (2 / torch.pi) ** 0.5) < 0.05
     assert result.failed > 0.01

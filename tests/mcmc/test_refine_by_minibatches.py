@@ -436,7 +436,7 @@ def test_the_policy_reaches_the_kernel():
 
 
 def test_refine_names_the_function_for_minibatches():
-    with pytest.raises(ValueError, match="mclmc'\\); with minibatches, refine_by_minibatches"):
+    with pytest.raises(ValueError, match="slice'\\); with minibatches, refine_by_minibatches"):
         refine(regression, exact(8), X, Y, kernel="sghmc", progress=False)
 
 

@@ -20,7 +20,7 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
 from pyro_implicit.mcmc.chains import run
-from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy, TemperingPolicy
+from pyro_implicit.mcmc.policy import DEFAULT, SlicePolicy, StoppingPolicy, TemperingPolicy
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
@@ -231,8 +231,21 @@ def steps():
 def walk_apart():
     pyro.set_rng_seed(0)
     target, draws = Target(steps), {"x": torch.linspace(0.5, 19.5, 256)}
-    policy = replace(DEFAULT, stopping=StoppingPolicy(stuck_gradients=300))
+    policy = replace(
+        DEFAULT, stopping=StoppingPolicy(stuck_gradients=300), slice=SlicePolicy(max_dim=0)
+    )
     return refine_target(Sampler(target, draws), 256, 2000, policy=policy, anneals_apart=True)
+
+
+def test_slices_cross_steps_without_annealing():
+    found = refine_target(
+        Sampler(Target(steps), {"x": torch.linspace(0.5, 19.5, 256)}), 256, 2000, anneals_apart=True
+    )
+    assert found.kernel == "slice" and found.settled and not found.modes_weighed
+    x = found.get_samples()["x"]
+    shares = torch.tensor([(x.floor() == part).double().mean() for part in (9.0, 10.0, 11.0)])
+    weights = torch.exp(-4.0 * torch.tensor([1.0, 0.0, 1.0]))
+    torch.testing.assert_close(shares.float(), weights / weights.sum(), rtol=0, atol=0.015)
 
 
 def test_chains_that_stay_apart_are_annealed():
