@@ -584,8 +584,8 @@ class WindowedChains(Chains):
     def _jumps(self) -> bool:
         """Return whether trajectories of HMC fail because the density jumps."""
         limits, white = self.policy.slice, self.state.position
-        if self.kernel != "hmc" or white.shape[-1] > limits.max_dim:
-            return False
+        if (self.kernel, self.space) != ("hmc", "latent") or white.shape[-1] > limits.max_dim:
+            return False  # rounding of a guide's Jacobian may look like a jump
         stream = torch.Generator(white.device).manual_seed(0)  # the chains' does not advance
         self.gradients += limits.jumps.num_halvings + 2
         share = jump_share(white, self._score, stream, **asdict(limits.jumps))

@@ -187,7 +187,7 @@ class SlicePolicy:
     max_dim: int = 30
 
     #: Share of short steps from which the density counts as one with jumps.
-    least_jumps: float = 0.01
+    least_jumps: float = 0.03
 
     #: How jumps are found.
     jumps: JumpPolicy = field(default_factory=JumpPolicy)
