@@ -586,8 +586,8 @@ class WindowedChains(Chains):
         limits, white = self.policy.slice, self.state.position
         if (self.kernel, self.space) != ("hmc", "latent") or white.shape[-1] > limits.max_dim:
             return False  # rounding of a guide's Jacobian may look like a jump
-        stream = torch.Generator(white.device).manual_seed(0)  # the chains' does not advance
-        self.gradients += limits.jumps.num_halvings + 2
+        # Chains that go on with HMC are as without this check: streams and budget do not change.
+        stream = torch.Generator(white.device).manual_seed(0)
         share = jump_share(white, self._score, stream, **asdict(limits.jumps))
         return share > limits.least_jumps
 

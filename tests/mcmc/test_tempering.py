@@ -239,7 +239,7 @@ def walk_apart():
 
 def test_slices_cross_steps_without_annealing():
     found = refine_target(
-        Sampler(Target(steps), {"x": torch.linspace(0.5, 19.5, 256)}), 256, 2000, anneals_apart=True
+        Sampler(Target(steps), {"x": torch.linspace(0.5, 19.5, 256)}), 256, 6000, anneals_apart=True
     )
     assert found.kernel == "slice" and found.settled and not found.modes_weighed
     x = found.get_samples()["x"]
