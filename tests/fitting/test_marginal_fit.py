@@ -19,7 +19,7 @@ from pyro_implicit import fit
 from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import MARGINAL
-from pyro_implicit.fitting import BudgetPolicy, CorrectionPolicy, Fit, FitPolicy, auto
+from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy, auto
 from pyro_implicit.fitting.candidates import exact_guide, exact_log_weights, joint_draws
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
@@ -135,10 +135,7 @@ def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> No
 
 
 def test_chains_of_the_remaining_variables_go_on() -> None:
-    policy = replace(
-        SOME, budget=BudgetPolicy(most_chains=64, most_gradients=400, least_gradients=400)
-    )
-    chains = fit(walk, "auto", FEW, refine=True, policy=policy, **QUIET)
+    chains = fit(walk, "auto", FEW, refine=True, policy=SOME, **QUIET)
     assert chains.marginal.refined.settled
     longer = chains.refine_more(max_gradients=20, progress=False)
     assert longer.marginal.refined.num_gradients > chains.marginal.refined.num_gradients
