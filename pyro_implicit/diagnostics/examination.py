@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +49,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.jumps import jump_share
+from pyro_implicit.ops.policy import JUMPS
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.progress import steps_of
 
@@ -223,11 +223,11 @@ def _stein(
     stein = stein_check(whitened, found.scores)
     if stein.faults or stein.kernel.p_value < MOMENTS.false_alarm:
         white = whitened.white[: CHECKS.num_steps]
-        share = jump_share(white, whitened.score_of(target.score), **asdict(CHECKS.jumps))
+        share = jump_share(white, whitened.score_of(target.score))
         if share > CHECKS.max_jumps:
             return None, (
                 f"Stein's identities, because the log-density jumps in {share:.0%} of the steps of "
-                f"{CHECKS.jumps.step:g} sd between draws"
+                f"{JUMPS.step:g} sd between draws"
             )
     needed = policy.good_weights * len(found.points)
     few = found.bound is None or found.bound.effective_sample_size < needed

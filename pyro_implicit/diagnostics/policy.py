@@ -7,11 +7,10 @@ Each field gives unit, role and source.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
-from pyro_implicit.mcmc.policy import JumpPolicy
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
 __all__ = [
@@ -133,9 +132,6 @@ class CheckPolicy:
 
     #: Draws from which steps are tried for jumps of the log-density.
     num_steps: int = 500
-
-    #: How jumps are found.
-    jumps: JumpPolicy = field(default_factory=JumpPolicy)
 
     #: Share of such steps from which Stein's identities do not hold.
     max_jumps: float = 0.01

@@ -188,7 +188,7 @@ def compare_models(
         models. All models observe the same sites with the same values; an event of a distribution
         (``to_event``) is one observation.
     :param folds: the number K of folds. By default LOO; K-fold cross-validation fits each model K
-        times.
+        times, and a warning names the observations at which it is unreliable.
     :param executor: runs the fits of K-fold cross-validation, for instance a
         ``concurrent.futures.ProcessPoolExecutor``, which needs models that can be pickled
         (functions of a module). By default the fits run one after the other.

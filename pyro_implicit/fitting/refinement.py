@@ -216,6 +216,8 @@ def first_scales(
 
     :param values: the centre, constrained, by site.
     :param lr: the largest learning rate.
+    :param policy: the factors to try, and the nats of an acceptable fall.
+    :returns: the scale and the learning rate.
     """
     centre = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
     stream = torch.Generator().manual_seed(0)  # the caller's does not advance

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -588,8 +588,7 @@ class WindowedChains(Chains):
             return False  # rounding of a guide's Jacobian may look like a jump
         # Chains that go on with HMC are as without this check: streams and budget do not change.
         stream = torch.Generator(white.device).manual_seed(0)
-        share = jump_share(white, self._score, stream, **asdict(limits.jumps))
-        return share > limits.least_jumps
+        return jump_share(white, self._score, generator=stream) > limits.least_jumps
 
     def _renew_space(self, points: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Make the space again if the chains have left its middle; return points and draws in it.

@@ -13,7 +13,6 @@ __all__ = [
     "ChainPolicy",
     "FramePolicy",
     "HMCPolicy",
-    "JumpPolicy",
     "LangevinPolicy",
     "MAMSPolicy",
     "MCLMCPolicy",
@@ -162,35 +161,15 @@ class MAMSPolicy:
 
 
 @dataclass(frozen=True)
-class JumpPolicy:
-    """Jumps of a log-density. Checked by ``tests/ops/test_jumps.py``."""
-
-    #: Length of the steps over which jumps are looked for, in sds.
-    step: float = 0.3
-
-    #: How often these steps are halved.
-    num_halvings: int = 16
-
-    #: Nats that are then a jump.
-    least_jump: float = 0.05
-
-    #: Nats by which a density falls towards the end of its support if it vanishes there.
-    vanishing: float = 5.0
-
-
-@dataclass(frozen=True)
 class SlicePolicy:
     """Slice sampling along random directions. Checked by
     ``tests/mcmc/kernels/test_slice_sampling.py``."""
 
-    #: Dimension up to which it takes over from HMC where the density jumps.
+    #: Largest latent dimension in which it replaces HMC if the density jumps.
     max_dim: int = 30
 
-    #: Share of short steps from which the density counts as one with jumps.
+    #: Share of short steps with a jump above which chains change to it.
     least_jumps: float = 0.03
-
-    #: How jumps are found.
-    jumps: JumpPolicy = field(default_factory=JumpPolicy)
 
     #: Width of the first interval, in sds of the frame.
     width: float = 4.0

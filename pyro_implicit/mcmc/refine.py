@@ -135,10 +135,10 @@ def refine(
         draws start several chains. A result of :func:`~pyro_implicit.fit` stands for its ``guide``.
     :param args: the arguments of model and guide.
     :param kernel: ``"hmc"``; or ``"slice"`` for densities that end or jump
-        (:func:`~pyro_implicit.mcmc.kernels.slice_sampling.step`), to which ``"hmc"`` changes in the
-        warm-up if trajectories fail at jumps and there are at most 30 latent variables; or
-        ``"mclmc"`` for networks: microcanonical Langevin dynamics without Metropolis steps, whose
-        chains share neither frame nor step size
+        (:func:`~pyro_implicit.mcmc.kernels.slice_sampling.step`). Chains of ``"hmc"`` that find
+        jumps in the warm-up go on with ``"slice"``, in latent space and with at most 30 latent
+        variables; or ``"mclmc"`` for networks: microcanonical Langevin dynamics without Metropolis
+        steps, whose chains share neither frame nor step size
         (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`); or ``"mams"``, the same with Metropolis
         steps after the first part of the warm-up, which is exact and takes shorter steps
         (:func:`~pyro_implicit.mcmc.kernels.mams.step`).

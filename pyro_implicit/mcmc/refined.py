@@ -99,7 +99,8 @@ class Refined(Printed, ArvizExport):
     :ivar failed: Share of trajectories after the warm-up with an acceptance probability below 1 %,
         which others count as divergences. Above .002 there are narrow places, which may still fill.
     :ivar trajectory_length: The longest trajectory in the frame, or for ``"mclmc"`` and ``"mams"``
-        the median decoherence length; None with minibatches.
+        the median decoherence length, or for ``"slice"`` the width of the first interval; None
+        with minibatches.
     :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
         Their draws are wrong, and widen every standard deviation.
     :ivar modes: A note on separate modes.

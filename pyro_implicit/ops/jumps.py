@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.ensemble_hmc import ChainState, Score, chosen
+from pyro_implicit.ops.policy import JUMPS, JumpPolicy
 
 __all__ = ["jump_share"]
 
@@ -15,39 +16,30 @@ __all__ = ["jump_share"]
 def jump_share(
     white: Tensor,
     score: Score,
+    policy: JumpPolicy = JUMPS,
     generator: torch.Generator | None = None,
-    *,
-    step: float,
-    num_halvings: int,
-    least_jump: float,
-    vanishing: float,
 ) -> float:
     """Return the share of short steps over which a log-density jumps.
 
     Gradients do not show a jump: Stein's identities do not hold, and trajectories of Hamiltonian
-    Monte Carlo are rejected. Of each step, the half is kept over which the log-density differs more
-    from the trapezoidal rule of its scores. For a smooth density this difference falls by a factor
-    of eight, at a kink by two, and at a jump it stays. The end of a support is a jump unless the
-    density vanishes there.
+    Monte Carlo are rejected. The search halves each step and keeps the half over which the
+    log-density differs more from the trapezoidal rule of its scores. For a smooth density this
+    difference falls by a factor of eight, at a kink by two, and at a jump it stays. The end of a
+    support is a jump unless the density vanishes there.
 
     **Example:**
 
     >>> _ = torch.manual_seed(0)
-    >>> draws, how = torch.randn(2000, 1), dict(step=0.3, num_halvings=10, least_jump=0.05)
-    >>> jump_share(draws, lambda u: (-0.5 * u.square().sum(-1), -u), vanishing=5.0, **how)
+    >>> draws = torch.randn(2000, 1)
+    >>> jump_share(draws, lambda u: (-0.5 * u.square().sum(-1), -u))
     0.0
-    >>> score = lambda u: ((u > 0).double().sum(-1), torch.zeros_like(u))
-    >>> jump_share(draws, score, vanishing=5.0, **how) > 0.05
+    >>> jump_share(draws, lambda u: ((u > 0).double().sum(-1), torch.zeros_like(u))) > 0.05
     True
 
     :param white: draws of about unit covariance, ``(n, d)``.
     :param score: the log-density ``(n,)`` and its gradient at points ``(n, d)``.
-    :param generator: of the directions; by default torch's own.
-    :param step: length of the steps.
-    :param num_halvings: of each step.
-    :param least_jump: nats that are a jump.
-    :param vanishing: nats by which a density falls towards the end of its support if it vanishes
-        there.
+    :param policy: length and number of halvings of the steps, and the nats of a jump.
+    :param generator: the random stream of the directions; by default torch's own.
     """
 
     def at(points: Tensor) -> ChainState:
@@ -60,16 +52,16 @@ def jump_share(
         return (other.log_density - one.log_density - slope).abs().nan_to_num(0.0)
 
     way = torch.randn(white.shape, generator=generator, dtype=white.dtype, device=white.device)
-    way = step * way / way.norm(dim=-1, keepdim=True)
+    way = policy.step * way / way.norm(dim=-1, keepdim=True)
     first, last = at(white), at(white + way)
     log_density = first.log_density
-    for _ in range(num_halvings):
+    for _ in range(policy.num_halvings):
         middle = at(0.5 * (first.position + last.position))
         is_first = difference(first, middle) > difference(middle, last)
         first, last = chosen(is_first, first, middle), chosen(is_first, middle, last)
-    rounding = torch.finfo(white.dtype).eps * first.log_density.abs() / step
-    is_jump = difference(first, last) > least_jump + rounding
+    rounding = torch.finfo(white.dtype).eps * first.log_density.abs() / policy.step
+    is_jump = difference(first, last) > policy.least_jump + rounding
     vanishes = torch.minimum(first.log_density, last.log_density).isinf() & (
-        torch.maximum(first.log_density, last.log_density) < log_density - vanishing
+        torch.maximum(first.log_density, last.log_density) < log_density - policy.vanishing
     )
     return (is_jump & ~vanishes).double().mean().item()

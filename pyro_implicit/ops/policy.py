@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 __all__ = [
     "BRIDGE_TOLERANCE",
     "CONTEXT_FACTOR",
     "EVEN_EFFICIENCY",
     "FINITE_VARIANCE_KHAT",
+    "JUMPS",
     "MAX_ALIGNMENTS",
     "MAX_BRIDGE_STEPS",
     "MAX_ENTRIES",
@@ -21,6 +24,7 @@ __all__ = [
     "PRIOR_SHARE",
     "RELIABLE_KHAT",
     "SMALL_MATRIX",
+    "JumpPolicy",
 ]
 
 #: Entries of the largest tensor that a chunked computation makes (64 MiB in float32).
@@ -66,3 +70,23 @@ CONTEXT_FACTOR = 0.1
 MAX_PRODUCT_DIM = 3
 #: Difference of log-weights up to which they count as equal, in rounding errors of the largest one.
 TIED = 8.0
+
+
+@dataclass(frozen=True)
+class JumpPolicy:
+    """The search for jumps of a log-density. Checked by ``tests/ops/test_jumps.py``."""
+
+    #: Length of the steps over which jumps are looked for, in sds.
+    step: float = 0.3
+
+    #: How often these steps are halved: the last half is 5e-6 sds long.
+    num_halvings: int = 16
+
+    #: Nats that are then a jump.
+    least_jump: float = 0.05
+
+    #: Nats by which a density falls towards the end of its support if it vanishes there.
+    vanishing: float = 5.0
+
+
+JUMPS = JumpPolicy()

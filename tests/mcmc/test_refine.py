@@ -114,7 +114,7 @@ def test_noise_space_and_latent_space_agree(frame):
         num_chains=64,
         max_gradients=400,
     )
-    assert result.space == ("noise" if frame == "auto" else "latent")
+    assert result.space == ("noise" if frame == "auto" else "latent") and result.kernel == "hmc"
     mean, covariance = exact(X, Y)
     error = (result.get_samples()["weight"].mean(0) - mean) / covariance.diagonal().sqrt()
     assert error.abs().max() < 0.15

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
-from pyro_implicit.mcmc.policy import JumpPolicy
 from pyro_implicit.ops.jumps import jump_share
+from pyro_implicit.ops.policy import JUMPS
 
 pytestmark = pytest.mark.usefixtures("double")
-
-HOW = JumpPolicy()
 
 
 @pytest.mark.parametrize("height", [0.0, 0.1])
@@ -21,14 +17,14 @@ def test_a_slope_is_no_jump(height):
     """Over the shortest steps, a slope of a million nats per sd is more than the nats of a jump."""
     torch.manual_seed(0)
     slope = 1e6
-    assert slope * HOW.step / 2**HOW.num_halvings > 10 * HOW.least_jump
+    assert slope * JUMPS.step / 2**JUMPS.num_halvings > 10 * JUMPS.least_jump
     draws = torch.randn(500, 1)
 
     def score(points):
         jump = torch.where(points > 0, height, 0.0)
         return (slope * points + jump).squeeze(-1), torch.full_like(points, slope)
 
-    share = jump_share(draws, score, **asdict(HOW))
+    share = jump_share(draws, score)
     assert share == 0.0 if height == 0 else share > 0.02
 
 
@@ -44,5 +40,5 @@ def test_the_end_of_a_support_is_a_jump_unless_the_density_vanishes(shape, jumps
         log_prob = torch.where(inside, law.log_prob(u.abs()).squeeze(-1), -torch.inf)
         return log_prob, torch.where(inside[:, None], (shape - 1) / u - 1, outside)
 
-    share = jump_share(draws, score, **asdict(HOW))
+    share = jump_share(draws, score)
     assert share > 0.03 if jumps else share == 0

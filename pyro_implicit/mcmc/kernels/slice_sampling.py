@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.mcmc.kernels.hmc import init
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, SlicePolicy
 from pyro_implicit.ops.ensemble_hmc import ChainState, Score, chosen
 
@@ -25,15 +26,10 @@ class Settings(NamedTuple):
 
 class Info(NamedTuple):
     """Share of the directions along which a chain moved, ``(num_chains,)``, and the evaluations of
-    the density of each chain."""
+    the log-density by each chain."""
 
     acceptance: Tensor
     num_gradients: int
-
-
-def init(position: Tensor, score: Score) -> ChainState:
-    """Start chains at positions ``(num_chains, d)``."""
-    return ChainState(position, *score(position))
 
 
 def step(state: ChainState, score: Score, settings: Settings) -> tuple[ChainState, Info]:
@@ -43,7 +39,7 @@ def step(state: ChainState, score: Score, settings: Settings) -> tuple[ChainStat
     :math:`z + t u` of an interval whose density exceeds :math:`p(z) \, v`, with v uniform on
     (0, 1). The interval of the given width lies around t = 0 at random. It shrinks towards 0 at
     each point that is too low. Neither gradients nor a step size matter, so that a wall of the
-    density costs next to nothing. A chain begins its next direction when it has moved, and waits
+    density costs little. A chain begins its next direction when it has moved, and waits
     for the others only at the end of the transition.
 
     **Example:**
@@ -57,7 +53,11 @@ def step(state: ChainState, score: Score, settings: Settings) -> tuple[ChainStat
     >>> f"{state.position.mean():.1f} {state.position.std():.1f}"
     '1.0 1.0'
 
-    :param score: log-densities and gradients of points ``(num_chains, d)``.
+    :param score: log-densities and gradients of points ``(num_chains, d)``. Points at which one of
+        them is not finite are rejected.
+    :param settings: interval and number of directions.
+    :returns: the next state and the info. A chain stays where it is along a direction for which
+        ``max_shrinks`` points were too low.
 
     **References:**
 
@@ -103,7 +103,7 @@ def _line(state: ChainState, settings: Settings) -> _Line:
 
 @dataclass(frozen=True)
 class SliceTuning:
-    """The constant settings of a slice sampler: the frame of the chains is all that it learns.
+    """The constant settings of a slice sampler, whose chains adapt their frame only.
 
     :param policy: the width and the limit of the shrinkage.
     :param num_directions: directions of a transition.

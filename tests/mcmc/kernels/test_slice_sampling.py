@@ -114,3 +114,5 @@ def test_refine_with_slices_alone():
     result = refine(uniform, starts, y, kernel="slice", num_chains=64, max_gradients=4000, **QUIET)
     assert result.kernel == "slice" and result.drift.r_hat < 1.08
     assert abs(result.get_samples()["a"].mean() - 2.0 * 29 / 28) < 0.02
+    longer = result.refine_more(max_gradients=500, progress=False)
+    assert longer.kernel == "slice" and longer.num_gradients >= 4500
