@@ -28,6 +28,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.runtime.clock import TimeLimit
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -348,14 +349,21 @@ def summed(y, sd):
 
 
 @pytest.mark.parametrize(
-    ("sd", "scale", "rate"), [(10.0, 0.1, 0.05), (0.1, 0.1, 0.015), (0.01, 0.03, 0.0015)]
+    ("y", "sd", "scale", "rate"),
+    [
+        (0.01, 10.0, 0.1, 0.05),
+        (0.01, 0.1, 0.1, 0.015),
+        (0.01, 0.01, 0.03, 0.0015),
+        (4.0, 0.1, 0.1, 0.05),
+    ],
 )
-def test_scales_at_which_a_sum_stays_probable(sd, scale, rate):
-    """A step of ``lr`` changes the sum by ``100 * lr``, draws by a Normal of sd ``10 * scale``.
+def test_scales_at_which_a_sum_stays_probable(y, sd, scale, rate):
+    """A step of ``lr`` adds ``100 * lr`` to the sum, draws add a Normal of sd ``10 * scale``.
 
-    Their squares over ``2 * sd**2`` must not exceed the limit, 10 nats per latent variable.
+    The squared distance to y over ``2 * sd**2`` must not grow by more than the limit, 10 nats per
+    latent variable. Near y the first step overshoots; it is right if y is 4.
     """
-    target = Target(summed, torch.tensor(0.01), sd)
+    target = Target(summed, torch.tensor(y), sd)
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -372,15 +380,22 @@ def random_walk(y):
         pyro.sample("y", dist.Normal(0.0, ((start + steps.cumsum(-1)) / 2).exp()), obs=y)
 
 
+def train_roughly(model, *args, num_steps):
+    run = stages.Stages(model, args, {}, num_steps, lr=0.01, num_particles=8, limit=TimeLimit(None))
+    with run.kept_apart():
+        return refinement.train_mean_field(run, Target(model, *args))
+
+
+def test_the_rough_guide_starts_at_such_a_scale():
+    result = train_roughly(summed, torch.tensor(0.01), 0.01, num_steps=1)
+    assert (result.guide.scales.x < 0.04).all()  # of at most .1
+
+
 def test_the_rough_guide_of_a_long_walk_trains():
     """With a scale of .1 and a first step of .05, losses are infinite or not numbers."""
     pyro.set_rng_seed(3)
     y = 0.5 * torch.randn(2500)
-    run = stages.Stages(
-        random_walk, (y,), {}, 600, lr=0.01, num_particles=8, limit=stages.TimeLimit(None)
-    )
-    with run.kept_apart():
-        result = refinement.train_mean_field(run, Target(random_walk, y))
+    result = train_roughly(random_walk, y, num_steps=600)
     losses = torch.tensor(result.losses)
     assert losses.isfinite().all()
     assert losses[-50:].median() < 0.9 * losses[0]
