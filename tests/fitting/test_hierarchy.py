@@ -96,7 +96,8 @@ def test_gamma_poisson_against_the_exact_posterior(fitted):
 
 def test_diagnose_takes_its_draws_as_they_are(fitted):
     rows = data()[:100]
-    found = diagnose(lambda y: counts(y, 100), fitted.guide, rows, num_transitions=0, modes=None)
+    options = {"num_samples": 200, "num_transitions": 0, "modes": None}
+    found = diagnose(lambda y: counts(y, 100), fitted.guide, rows, **options)
     assert found.no_density == "stored draws" and "refine" in found.cures[0]
     assert "event_dim" not in str(found)
 
