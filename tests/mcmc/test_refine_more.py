@@ -47,17 +47,17 @@ def run(max_gradients):
 
 
 def test_continued_chains_are_those_of_one_run():
-    short, whole = run(800), run(1600)
-    assert short.stopped == "max_gradients" and short.warmup_gradients < 320
+    short, whole = run(500), run(1000)
+    assert short.stopped == "max_gradients" and short.warmup_gradients < 250
     state = torch.random.get_rng_state()
-    more = short.refine_more(max_gradients=1600 - short.num_gradients, progress=False)
+    more = short.refine_more(max_gradients=1000 - short.num_gradients, progress=False)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert more.num_gradients == whole.num_gradients > 1.9 * short.num_gradients
     for name, value in whole.samples.items():
         assert torch.equal(more.samples[name], value)
     assert more.drift == whole.drift and more.warmup_gradients == short.warmup_gradients
     # The first result stays as it was, and can go on again.
-    again = short.refine_more(max_gradients=1600 - short.num_gradients, progress=False)
+    again = short.refine_more(max_gradients=1000 - short.num_gradients, progress=False)
     assert torch.equal(again.samples["mean"], more.samples["mean"])
     assert short.refine_more(progress=False).num_gradients >= 2 * short.num_gradients
 
@@ -228,9 +228,10 @@ def test_chains_on_the_noise_of_a_guide_that_has_learnt():
     guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
     guide(Y)
     options = {**OPTIONS, "policy": None}
-    result = refine(model, guide, Y, frame="noise", max_gradients=300, **options)
+    result = refine(model, guide, Y, frame="noise", max_gradients=100, **options)
     assert result.space == "noise"
-    assert result.refine_more(progress=False).num_gradients > result.num_gradients
-    teach(guide, result.get_samples(), Y, progress=False)
+    more = result.refine_more(max_gradients=20, progress=False)
+    assert more.num_gradients > result.num_gradients
+    teach(guide, result.get_samples(), Y, num_steps=20, progress=False)
     with pytest.raises(ValueError, match=r"has changed since. Cure: refine\(model"):
         result.refine_more(progress=False)
