@@ -75,7 +75,10 @@ def test_paper_networks(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("choices", [[], [*sivi_sm_critic.CHOICES]])
-def test_sivi_sm_critic(choices: list[str], tmp_path: Path) -> None:
+def test_sivi_sm_critic(
+    choices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sivi_sm_critic, "NUM_DRAWS", 1000)
     args = argparse.Namespace(choices=choices, steps=6, seed=0, out=tmp_path / "critic.jsonl")
     sivi_sm_critic.main(args)
     (record,) = read_records(args.out)
