@@ -16,6 +16,7 @@ import torch
 from pyro_implicit import fit
 from pyro_implicit.density import Target, cost, workers
 from pyro_implicit.density.cost import TracedScore
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy
 from pyro_implicit.mcmc import refine
 
 PARENT = os.getpid()
@@ -169,7 +170,10 @@ def test_chains_repeat_for_equal_numbers_of_processes_and_can_go_on():
 
 def test_fit_divides_its_chains_and_restores_threads():
     before = torch.get_num_threads()
-    result = fit(make_model(), "auto", refine=True, num_workers=2, seed=0, progress=False)
+    budget = BudgetPolicy(most_gradients=60, least_gradients=60, patient_seconds=0.0)
+    options = {"policy": FitPolicy(budget=budget), "seed": 0, "progress": False}
+    with pytest.warns(UserWarning, match="stopped at max_gradients"):
+        result = fit(make_model(), "auto", refine=True, num_workers=2, **options)
     assert result.refined.chains.num_workers == 2 and torch.get_num_threads() == before
     assert not multiprocessing.active_children()
 
