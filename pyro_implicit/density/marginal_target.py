@@ -67,7 +67,10 @@ class MarginalTarget(Target):
     :param num_nodes: of the quadrature, in each dimension.
     :param has_all: whether the minibatches are all data. If they have fewer or more groups than
         the plate, as without a last minibatch that is too small, the sum is scaled.
+    :raises ValueError: if all latent variables belong to groups.
     :ivar num_groups: the number of groups of the last pass, in all processes.
+    :ivar num_evaluations: the densities of single groups of that pass for each vector: one for
+        each node.
     :ivar num_passes: the number of passes so far.
     """
 
@@ -80,10 +83,16 @@ class MarginalTarget(Target):
     ) -> None:
         self.groups_of_batch, self.batches = groups, batches
         self.num_nodes, self.has_all = num_nodes, has_all
-        self.num_groups = self.num_passes = 0
+        self.num_groups = self.num_evaluations = self.num_passes = 0
         self._order, self._offset = 1, 0.0
         self._centre: Tensor | None = None
         source = groups.target
+        if set(source.shapes) == set(groups.sites):
+            raise ValueError(
+                f"all latents ({', '.join(groups.sites)}) lie in plate '{groups.plate}': nothing is "
+                "to be learnt from one group about another. Cure: a prior whose parameters are "
+                "latents outside of the plate, or fit(model, 'auto', rows) for some rows"
+            )
         super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
         self._fused = None
 
@@ -133,14 +142,15 @@ class MarginalTarget(Target):
         """Return the sum over groups at each vector, and its derivatives up to an order."""
         number, dim = latent.shape
         sums = torch.zeros(number, 1 + dim + dim * dim, dtype=torch.float64, device=latent.device)
-        count = 0
+        count = num_nodes = 0
         for batch in self.batches:
             part = self.groups_of_batch.on(batch, self.num_nodes)
             count += part.size
             start = None
             if self._centre is not None and number > 1:
                 start = part.conditional(self.constrain(self._centre.unsqueeze(0))).mode
-            at_once = max(1, GROUPS.elements_at_once // (part.num_nodes * part.size))
+            num_nodes = part.num_nodes
+            at_once = max(1, GROUPS.elements_at_once // (num_nodes * part.size))
             for first in range(0, number, at_once):
                 rows = slice(first, first + at_once)
                 self._add(sums[rows], part, latent[rows], order, start)
@@ -151,6 +161,7 @@ class MarginalTarget(Target):
             distributed.all_reduce(sums)
             distributed.all_reduce(counts)
             self.num_groups = int(counts)
+        self.num_evaluations = num_nodes * self.num_groups
         if self.has_all:
             sums *= self.groups_of_batch.full_size / self.num_groups
         return sums

@@ -21,6 +21,7 @@ from pyro_implicit.runtime.messages import warn_user
 
 __all__ = [
     "Amortize",
+    "any_process",
     "common_seed",
     "is_first",
     "mean_over_processes",
@@ -142,6 +143,11 @@ def common_seed() -> int:
     if num_processes() > 1:
         distributed.broadcast(seed, 0)
     return int(seed)
+
+
+def any_process(condition: bool) -> bool:
+    """Return whether a condition holds in any process, so that all of them decide alike."""
+    return mean_over_processes(float(condition)) > 0
 
 
 def is_first() -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -17,7 +18,7 @@ from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
-from pyro_implicit.fitting.arguments import common_seed, num_processes
+from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.refinement import affordable_chains
 from pyro_implicit.fitting.result import Fit
@@ -29,6 +30,7 @@ from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.quadrature import normal_draws
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -197,7 +199,7 @@ def _climb(target: MarginalTarget, point: Tensor, stages: Stages) -> tuple[Tenso
     root, _ = root_of_inverse(hessian[0])
     for _ in range(policy.max_passes):
         whitened = root.mT @ score[0]
-        if whitened.square().sum() < policy.at_top or stages.limit.is_over():
+        if whitened.square().sum() < policy.at_top or any_process(stages.limit.is_over()):
             break
         new = point + length * (root @ whitened)
         after = target.derivatives(new.unsqueeze(0))
@@ -219,24 +221,32 @@ def _weigh(
     weights move mean and covariance of the draws. If they are uneven, the draws are resampled by
     more weights.
     """
-    policy, result = stages.policy.hierarchy, stages.result
-    affordable = policy.most_evaluations / max(target.num_groups, 1)
+    policy, result, limit = stages.policy.hierarchy, stages.result, stages.limit
     draws, _ = _sobol(modes, policy.num_draws)
     with result.stage("correct") as line:
-        if stages.limit.is_over():
+        if any_process(limit.is_over()):
             line.outcome = "no time left: the draws are those of the Gaussian"
             return draws, None
         target.centre(modes.loc[0])
         few, most = policy.num_weighed
         few = max(few, 2 ** math.ceil(math.log2(policy.weighed_per_dim * target.latent_dim)))
-        points, found = _log_weights(target, modes, few)
+        points, found = _log_weights(target, modes, few, few, limit)
         if len(modes.loc) == 1 and found.efficiency > policy.near_normal:
             line.outcome = f"moments by {few} weights, effective sample size {found.efficiency:.1%}"
             return _moved(draws, points, found.smoothed.log_weights.exp()), found
+        affordable = policy.most_evaluations / target.num_evaluations
         most = 2 ** int(math.log2(max(few, min(most, affordable))))
-        points, found = _log_weights(target, _widened(modes, policy.widening), most)
-        line.outcome = f"{most} weights: {found}"
-        return points[found.resample(policy.num_draws)], found
+        points, found = _log_weights(target, _widened(modes, policy.widening), few, most, limit)
+        line.outcome = f"{len(found)} weights: {found}"
+        draws = points[found.resample(policy.num_draws)]
+        if len(found) < most and not policy.accepts(found):
+            warn_user(
+                f"max_seconds ended the correction after {len(found)} weights of {most} ({found}): "
+                f"the draws of the global variables are as good as "
+                f"{found.efficiency * len(found):.0f} independent ones. Cure: a larger max_seconds"
+            )
+            return draws, None  # chains would take longer
+        return draws, found
 
 
 def _widened(modes: Modes, widening: float) -> Modes:
@@ -248,9 +258,17 @@ def _widened(modes: Modes, widening: float) -> Modes:
     )
 
 
-def _log_weights(target: MarginalTarget, modes: Modes, number: int) -> tuple[Tensor, LogWeights]:
-    points, log_q = _sobol(modes, number)
-    return points, LogWeights((target.log_prob(points) - log_q).nan_to_num(-math.inf))
+def _log_weights(
+    target: MarginalTarget, modes: Modes, few: int, most: int, limit: TimeLimit
+) -> tuple[Tensor, LogWeights]:
+    """Weigh points of a mixture: a few, then as many again while there is time for these."""
+    points, log_q = _sobol(modes, most)
+    began, log_p = time.perf_counter(), target.log_prob(points[:few])
+    while (done := len(log_p)) < most:
+        if any_process(time.perf_counter() - began > limit.left()):
+            break
+        log_p = torch.cat([log_p, target.log_prob(points[done : 2 * done])])
+    return points[:done], LogWeights((log_p - log_q[:done]).nan_to_num(-math.inf))
 
 
 def _sobol(modes: Modes, number: int) -> tuple[Tensor, Tensor]:

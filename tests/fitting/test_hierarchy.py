@@ -19,7 +19,13 @@ from pyro_implicit import diagnose, fit
 from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
-from pyro_implicit.fitting.hierarchy import _choose_nodes, _climb_all, _moved
+from pyro_implicit.fitting.hierarchy import (
+    _choose_nodes,
+    _climb_all,
+    _log_weights,
+    _moved,
+    _weigh,
+)
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
@@ -198,6 +204,58 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
         sd = (weights @ (points[:, column] - exact).square()).sqrt().item()
         assert draw.mean().item() == pytest.approx(exact.item(), abs=error * sd)
         assert draw.std().item() == pytest.approx(sd, rel=error)
+
+
+class Clock(TimeLimit):
+    """Has time for a number of questions."""
+
+    def __init__(self, number):
+        super().__init__(None)
+        self.number = number
+
+    def left(self, share=1.0):
+        self.number -= 1
+        return math.inf if self.number >= 0 else -1.0
+
+
+@pytest.mark.parametrize(("doublings", "number"), [(0, 8), (2, 32), (9, 64)])
+def test_weights_double_while_there_is_time(doublings, number):
+    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)])
+    modes = Modes(torch.tensor([[5.0, 1.0]]), torch.eye(2).unsqueeze(0), torch.zeros(1))
+    points, found = _log_weights(target, modes, 8, 64, Clock(doublings))
+    assert len(points) == len(found) == number
+    near = dist.MultivariateNormal(modes.loc, scale_tril=modes.scale_tril)
+    expected = target.log_prob(points) - near.log_prob(points)
+    torch.testing.assert_close(found.values, expected, atol=1e-4, rtol=0)
+
+
+def test_weights_that_max_seconds_ends_are_named():
+    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
+    modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
+    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(1), result=Fit(schools, 0))
+    with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
+        draws, found = _weigh(stages, target, modes)
+    assert len(draws) == FitPolicy().hierarchy.num_draws and found is None
+    assert target.num_evaluations == 8 * 9
+
+
+def test_the_number_of_weights_depends_on_nodes_and_groups():
+    policy = FitPolicy(hierarchy=HierarchyPolicy(most_evaluations=8 * 9 * 256.0))
+    modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
+    for num_nodes, number in ((9, 256), (18, 128)):
+        target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], num_nodes)
+        stages = SimpleNamespace(policy=policy, limit=Clock(99), result=Fit(schools, 0))
+        assert len(_weigh(stages, target, modes)[1]) == number
+
+
+def test_a_model_of_groups_alone_is_refused():
+    def model(y):
+        with pyro.plate("groups", 8, subsample_size=len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=r"all latents \(z\) lie in plate 'groups'"):
+        fit(model, batches=[(EFFECTS,)], amortize="conditional", seed=0, progress=False)
 
 
 def test_inexact_integrals_are_named():
