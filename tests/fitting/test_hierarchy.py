@@ -232,7 +232,7 @@ def test_weights_double_while_there_is_time(doublings, number):
 def test_weights_that_max_seconds_ends_are_named():
     target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
-    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(1), result=Fit(schools, 0))
+    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(1), result=Fit())
     with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
         draws, found = _weigh(stages, target, modes)
     assert len(draws) == FitPolicy().hierarchy.num_draws and found is None
@@ -244,7 +244,7 @@ def test_the_number_of_weights_depends_on_nodes_and_groups():
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
     for num_nodes, number in ((9, 256), (18, 128)):
         target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], num_nodes)
-        stages = SimpleNamespace(policy=policy, limit=Clock(99), result=Fit(schools, 0))
+        stages = SimpleNamespace(policy=policy, limit=Clock(99), result=Fit())
         assert len(_weigh(stages, target, modes)[1]) == number
 
 
