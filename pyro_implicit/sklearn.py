@@ -297,8 +297,8 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         self.classes_ = encoder.classes_
         if len(self.classes_) < 2:
             raise ValueError(
-                f"y has 1 class, {self.classes_[0]!r}, but a classifier needs rows of two classes "
-                "or more. Cure: other rows, for instance a stratified split"
+                f"y has 1 class, {self.classes_.tolist()[0]!r}, but a classifier needs rows of two "
+                "classes or more. Cure: other rows, for instance a stratified split"
             )
         seed = self._seed()
         with seeded(seed):

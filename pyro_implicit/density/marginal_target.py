@@ -89,9 +89,9 @@ class MarginalTarget(Target):
         source = groups.target
         if set(source.shapes) == set(groups.sites):
             raise ValueError(
-                f"all latents ({', '.join(groups.sites)}) lie in plate '{groups.plate}': the groups "
-                "have nothing in common. Cure: a prior whose parameters are latents outside of the "
-                "plate, or fit(model, 'auto', rows) for some rows"
+                f"all latents ({', '.join(groups.sites)}) lie in plate '{groups.plate}', so that "
+                "the groups have nothing in common. Cure: a prior whose parameters are latents "
+                "outside of the plate, or fit(model, 'auto', rows) for some rows"
             )
         super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
         self._fused = None

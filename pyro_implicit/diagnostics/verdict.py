@@ -208,7 +208,7 @@ class Diagnosis(Printed):
         low, high = check.sd_ratios
         nothing = check.mean_error == 0 and (low, high) == (1.0, 1.0)
         if nothing and not (has_told or has_power(check, self.policy)):
-            return f"cannot tell: no errors seen, but none {beyond(check)} would be"
+            return f"cannot tell: it would not show errors {beyond(check)}"
         return (
             f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"
         )
@@ -301,7 +301,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         cure = "data and defaults in float64, or priors that do not reach where the model overflows"
         yield Finding("check", found.left_out, cure)
     for doubt in found.doubts:
-        yield Finding("check", doubt, f"{CONTINUE}; or refine from a better guide")
+        yield Finding("check", doubt, MOVE_BETTER)
     verdict = "trust" if found.unsettled is None else judge_chains(found.unsettled, policy)
     if verdict != "trust":
         # The units of a network have no order: R-hat of its weights says little of predictions.
@@ -470,5 +470,5 @@ def has_power(check: MomentCheck, policy: VerdictPolicy = VERDICT) -> bool:
 def beyond(check: MomentCheck) -> str:
     """Describe the errors that a check cannot see."""
     mean, sd = check.resolution.mean, check.resolution.sd
-    of_sds = f"a factor {sd:.2f} in sds" if math.isfinite(sd) else "nor any in sds"
-    return f"below {mean:.2f} sd in means, {of_sds}"
+    of_sds = f"a factor of {sd:.2f}" if math.isfinite(sd) else "any size"
+    return f"below {mean:.2f} sd in means or of {of_sds} in sds"

@@ -39,6 +39,7 @@ from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.marginal_fit import fit_marginal
 from pyro_implicit.fitting.network_fit import (
     fit_network,
+    refuse_missing_targets,
     score_validation,
     train_by_minibatches,
 )
@@ -293,6 +294,9 @@ def fit(
                 number = max(number, policy.network.fewest_members)
             limits = replace(limits, patience=max(limits.patience, patience), num_draws=number)
             stages.held_out = HeldOut(model, validation, args, kwargs, width, limits)
+    if isinstance(model, NetworkModel):
+        first = stages.batches.probed[0] if stages.batches is not None else ()
+        refuse_missing_targets(model, (*args, *first), kwargs)
     stages.validation, stages.teaches = validation, teach
     with stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):

@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from shutil import which
@@ -40,7 +41,7 @@ from pyro_implicit.nn import (
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
-__all__ = ["fit_network", "score_validation", "train_by_minibatches"]
+__all__ = ["fit_network", "refuse_missing_targets", "score_validation", "train_by_minibatches"]
 
 LONGER = "ensemble, longer"  # the stage in which an ensemble goes on after rejected chains
 
@@ -62,6 +63,8 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     is_timed = math.isfinite(stages.limit.end)
     members = affordable_members(target, policy)
     cost = policy.cost_ratio * target.seconds(members)
+    if is_timed and not target.is_vectorized:  # such gradients are not recorded
+        cost = _measured_seconds(target, members)
     left = stages.limit.left(1 - policy.training_share)
     gradients = int((left if is_timed else policy.chain_seconds) / cost)
     has_chains = must_refine or gradients >= policy.least_gradients
@@ -69,8 +72,6 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     rows = None
     if stages.validation is not None:
         x, y = rows_of(model, stages.args, stages.kwargs)
-        if y is None:
-            raise ValueError("validation needs targets in training. Cure: fit(model, 'auto', x, y)")
         rows = HeldOutRows(model, x, y, stages.validation)
     elif has_chains:
         # Without chains there is nothing to compare, and the ensemble needs all rows.
@@ -147,6 +148,15 @@ def affordable_members(target: Target, policy: NetworkPolicy) -> int:
     return max(least, min(policy.most_members, int(overhead / one)))
 
 
+def _measured_seconds(target: Target, members: int) -> float:
+    """Return the seconds of one gradient by the clock."""
+    points = target.init_loc.expand(members, -1)
+    target.score(points)  # the first one sets up
+    began = time.perf_counter()
+    target.score(points)
+    return time.perf_counter() - began
+
+
 def _train_ensemble(
     stages: Stages,
     model: NetworkModel,
@@ -169,7 +179,7 @@ def _train_ensemble(
         loss = default_loss(guide, members)
         x, y = rows_of(model, stages.args, stages.kwargs)
         batches, lr_factor = None, 1.0
-        if y is not None and len(x) > policy.most_rows:
+        if len(x) > policy.most_rows:
             batches, lr_factor = _shuffled(x, y, policy.batch_rows), policy.minibatch_lr_factor
             stages.args, stages.kwargs = batches.probed[0], {}
         steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
@@ -398,10 +408,10 @@ def split_rows(
 
     :param model: of all rows, with its ``args`` and ``kwargs``.
     :param policy: the share of held-out rows and their least number.
-    :returns: None if there would be too few held-out rows, or without targets.
+    :returns: None if there would be too few held-out rows.
     """
     x, y = rows_of(model, args, kwargs)
-    if y is None or policy.held_out_share * len(x) < policy.least_held_out:
+    if policy.held_out_share * len(x) < policy.least_held_out:
         return None
     stride = round(1 / policy.held_out_share)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -418,12 +428,23 @@ def split_rows(
     return HeldOutRows(part, x[rest], y[rest], [(x[held], y[held])])
 
 
-def rows_of(
-    model: NetworkModel, args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+def refuse_missing_targets(model: NetworkModel, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Check that the arguments of a network have targets, which would be drawn otherwise.
+
+    :raises ValueError: if they have none.
+    """
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    if isinstance(given.get("x"), Tensor) and given.get("y") is None:
+        raise ValueError(
+            "the network has inputs x but no targets y to learn from. Cure: fit(model, 'auto', x, "
+            "y), or minibatches (x, y)"
+        )
+
+
+def rows_of(model: NetworkModel, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return inputs and targets among the arguments of a network."""
     given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    return given["x"], given.get("y")
+    return given["x"], given["y"]
 
 
 def describe_score(report: LabelReport | NumberReport) -> str:

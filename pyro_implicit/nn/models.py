@@ -144,7 +144,7 @@ class NetworkModel(nn.Module):
             put_into_store(name, own)
         if isinstance(x, DataLoader):
             raise TypeError("the model takes rows, not a loader of them. Cure: batches=loader")
-        rows, output = len(x), self.net(x)
+        rows, output = len(x), self._output(x)
         _refuse_output(output, rows)
         distribution = self.likelihood(output)
         if y is not None:
@@ -159,6 +159,18 @@ class NetworkModel(nn.Module):
             pyro.plate("data", size, subsample=subsample, dim=-1),
         ):
             return pyro.sample("y", distribution, obs=y)
+
+    def _output(self, x: Tensor) -> Tensor:
+        try:
+            return self.net(x)
+        except RuntimeError as error:
+            tensors = (x, *self.parameters(), *self.buffers())
+            if len({one.dtype for one in tensors if one.is_floating_point()}) > 1:
+                raise ValueError(
+                    f"rows of {x.dtype} do not suit the network ({error}). Cure: one dtype for "
+                    "rows and network, for instance x.float()"
+                ) from error
+            raise
 
 
 class _Labels(nn.Module):

@@ -285,6 +285,8 @@ def test_symmetries_and_cures_are_named():
     settled = Diagnosis(1000, 2, settled=True, chains=drift)
     assert settled.verdict == "trust" and "R-hat 3.400" in str(settled)
     assert len(both.cures) == 2 and str(both.cures).count("refine_more") == 1
+    doubtful = Diagnosis(1000, 2, chains=Drift(0.2, 0.2, 1.3), doubts=("7 chains never moved",))
+    assert len(doubtful.cures) == 2 and str(doubtful.cures).count("refine_more") == 1
     turned = Diagnosis(1000, 2, chains=drift, symmetry="rotations of `w` leave ...")
     assert turned.verdict == "check" and turned.findings[0].reason.startswith("rotations of `w`")
     assert "triangular" in turned.cures[0]

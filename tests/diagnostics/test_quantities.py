@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from pyro_implicit import compare, diagnose
+from pyro_implicit.diagnostics.moments import Fault
 from pyro_implicit.diagnostics.policy import VERDICT
-from pyro_implicit.diagnostics.quantities import Mixing, mixing
+from pyro_implicit.diagnostics.quantities import Mixing, describe_faults, mixing
 from pyro_implicit.diagnostics.verdict import Diagnosis, _calibration_findings
 from pyro_implicit.guides import Permutations
 from pyro_implicit.mcmc.stopping import Drift
@@ -208,3 +209,16 @@ def test_coverage_beyond_three_standard_errors(share, side):
     assert [reason for reason in reasons if side in reason] == reasons
     assert len(reasons) == bool(side)
     assert (f"predictions are {side}" in str(found)) == bool(side)
+
+
+def test_single_coordinates_are_named_once():
+    faults = [
+        Fault("sd", 0.68, ((1, 1.0),)),
+        Fault("sd", 0.74, ((1, 1.0),)),
+        Fault("sd", 1.2, ((0, 1.0), (1, 0.5))),
+        Fault("sd", 1.3, ((0, 1.0),)),
+    ]
+    text = describe_faults(faults, ["`a`", "`b`"], given_rest=False)
+    assert text == "the sd of `b` is 0.68 times what it should be; likewise `a` (1.30)"
+    text = describe_faults(faults[2:] + faults[:1], ["`a`", "`b`"], given_rest=False)
+    assert text.endswith("; likewise `a` (1.30), `b` (0.68)")

@@ -164,7 +164,6 @@ def test_held_out_rows_and_their_model(linear):
     again = split_rows(model, (x, y), {}, NetworkPolicy(least_held_out=6))
     assert torch.equal(held_x, again.held[0][0])
     assert split_rows(model, (x, y), {}, NetworkPolicy(least_held_out=7)) is None
-    assert split_rows(model, (x,), {}, NetworkPolicy(least_held_out=6)) is None
 
 
 def test_a_class_with_one_row_is_not_held_out():
@@ -217,10 +216,36 @@ def test_validation_needs_an_ensemble_or_minibatches(width, refine):
     x, y = torch.zeros(10, width), torch.zeros(10, 4)
     with pytest.raises(ValueError, match="more than 100 weights.*Cure: batches=loader"):
         fit(model, "auto", x, y, validation=[(x, y)], refine=refine, progress=False)
-    if width > 2:
-        nothing = pytest.warns(UserWarning, match="the model observes nothing")
-        with nothing, pytest.raises(ValueError, match="validation needs targets in training"):
-            fit(model, "auto", x, validation=[(x, y)], progress=False)
+
+
+@pytest.mark.parametrize("width", [2, 30])
+@pytest.mark.parametrize("by_batches", [False, True])
+def test_a_network_needs_targets(width, by_batches):
+    model = regressor(to_bayesian_(nn.Linear(width, 4)), 10, noise=1.0)
+    x = torch.zeros(10, width)
+    data = {"batches": [x]} if by_batches else {"model_kwargs": {"x": x}}
+    with pytest.raises(
+        ValueError, match=r"no targets y to learn from. Cure: fit\(model, 'auto', x"
+    ):
+        fit(model, **data, progress=False)
+
+
+def test_slow_gradients_of_a_recurrent_network_leave_the_time_to_the_ensemble():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells, self.head = nn.RNN(1, 10, batch_first=True), nn.Linear(10, 1)
+
+        def forward(self, x):
+            return self.head(self.cells(x)[0][:, -1])
+
+    x, options = torch.randn(40, 5, 1), {"seed": 0, "progress": False, "max_seconds": 2.0}
+    model = regressor(to_bayesian_(Last()), 40, noise=0.1)
+    policy = FitPolicy(network=NetworkPolicy(num_members=4, least_gradients=10_000))
+    with pytest.warns(UserWarning, match="one particle at a time|after .* steps"):
+        result = fit(model, "auto", x, x.sum((1, 2)), policy=policy, **options)
+    assert [stage.name for stage in result.stages] == ["ensemble"]
+    assert "no chains, because the time left allows" in result.stages[0].outcome
 
 
 @pytest.mark.parametrize("refine", ["auto", True])

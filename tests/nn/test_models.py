@@ -243,6 +243,17 @@ def test_outputs_that_are_none_of_rows(then, error, message):
         regressor(to_bayesian_(Returning(then)), 60, noise=0.1)(x)
 
 
+@pytest.mark.parametrize(
+    "first", [nn.Linear(2, 1), nn.Sequential(nn.Conv1d(2, 1, 1), nn.Flatten())]
+)
+def test_rows_of_another_dtype(first):
+    model = regressor(to_bayesian_(nn.Sequential(first)), 3, noise=1.0)
+    x = torch.zeros(3, 2) if isinstance(first, nn.Linear) else torch.zeros(3, 2, 1)
+    model(x, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"float64 do not suit the network .*Cure: one dtype"):
+        model(x.double(), torch.zeros(3))
+
+
 def test_a_loader_in_place_of_rows():
     with pytest.raises(TypeError, match="not a loader of them. Cure: batches=loader"):
         fit(classifier(net(3), 60), "auto", DataLoader(TensorDataset(X, LABELS)))
