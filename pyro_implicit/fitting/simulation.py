@@ -48,6 +48,9 @@ __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
 
 KIND = "a result of fit_simulator"
 
+#: Distance of the quartiles of a standard normal distribution.
+NORMAL_QUARTILES = 1.349
+
 
 class _Pairs(NamedTuple):
     """Unconstrained latents ``(n, d)`` and finite data ``(n, m)``."""
@@ -202,7 +205,11 @@ class _Simulator:
 
 
 class _Frame(nn.Module):
-    """Standardises pairs by their means and standard deviations."""
+    r"""Standardises pairs by medians and quartiles, which heavy tails do not move.
+
+    Data are compressed, too, by :math:`\operatorname{asinh}`, so that a far value is one feature
+    among others. It loses nothing, because it is invertible.
+    """
 
     latent_loc: Tensor
     latent_scale: Tensor
@@ -212,15 +219,18 @@ class _Frame(nn.Module):
     def __init__(self, pairs: _Pairs) -> None:
         super().__init__()
         for name, part in zip(_Pairs._fields, pairs, strict=True):
-            scale = part.std(0)
-            self.register_buffer(f"{name}_loc", part.mean(0))
+            ranks = [max(1, round(share * len(part))) for share in (0.25, 0.5, 0.75)]
+            low, middle, high = (part.kthvalue(rank, 0).values for rank in ranks)
+            # More than half of the values may be equal.
+            scale = torch.where(high > low, (high - low) / NORMAL_QUARTILES, part.std(0))
+            self.register_buffer(f"{name}_loc", middle)
             self.register_buffer(f"{name}_scale", torch.where(scale > 0, scale, 1.0))
 
     def forward(self, latent: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
         return (latent - self.latent_loc) / self.latent_scale, self.white_data(data)
 
     def white_data(self, data: Tensor) -> Tensor:
-        return (data - self.data_loc) / self.data_scale
+        return ((data - self.data_loc) / self.data_scale).asinh()
 
 
 class _Density(nn.Module):

@@ -16,7 +16,14 @@ from pyro_implicit import fit_simulator
 from pyro_implicit.callbacks import Callback
 from pyro_implicit.diagnostics.calibration import simulation_trace
 from pyro_implicit.fitting import SimulatorFit, SimulatorPolicy
-from pyro_implicit.fitting.simulation import _contrast, _Density, _Pairs, _Simulator, _train
+from pyro_implicit.fitting.simulation import (
+    _contrast,
+    _Density,
+    _Frame,
+    _Pairs,
+    _Simulator,
+    _train,
+)
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded as pyro_seed
 
@@ -130,6 +137,22 @@ def test_the_density_is_normalised_and_matches_its_draws():
     draws = density.sample(y.expand(20_000, -1))
     mean = (density_at / density_at.sum() * grid.squeeze(-1)).sum()
     assert (draws.mean() - mean).abs() < 5 * draws.std() / 20_000**0.5
+
+
+def test_heavy_tails_do_not_move_the_frame():
+    """The quartiles of Cauchy(2, 3) are 3 from its median, those of a normal .6745 sds."""
+    levels = (torch.arange(9999) + 0.5) / 9999
+    cauchy = 2 + 3 * (math.pi * (levels - 0.5)).tan()
+    mostly_zero = torch.where(levels < 0.8, 0.0, 5.0)  # its sd is 2
+    data = torch.stack([cauchy, mostly_zero, torch.full_like(cauchy, 7.0)], -1)
+    frame = _Frame(_Pairs(cauchy.unsqueeze(-1), data))
+    scale, middle = 3 / 0.6745, torch.tensor([2.0, 0.0, 7.0])
+    torch.testing.assert_close(frame.data_loc, middle, atol=0.01, rtol=0)
+    torch.testing.assert_close(frame.data_scale, torch.tensor([scale, 2.0, 1.0]), rtol=0.01, atol=0)
+    far = torch.tensor([[2 + scale * math.sinh(3.0), 2 * math.sinh(1.0), 7.0]])
+    latent, white = frame(torch.tensor([[2 + scale]]), far)
+    torch.testing.assert_close(white, torch.tensor([[3.0, 1.0, 0.0]]), atol=0.01, rtol=0)
+    assert latent.item() == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_coordinate_depends_on_the_data_and_the_earlier_ones():
