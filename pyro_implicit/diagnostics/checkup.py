@@ -40,6 +40,7 @@ from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.progress import announce, watching
+from pyro_implicit.runtime.sites import is_close
 
 __all__ = ["diagnose", "plan_effort"]
 
@@ -156,8 +157,9 @@ def diagnose(
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
     :raises TypeError: for another order of arguments, or missing ones.
     :raises ValueError: for too few draws, a ``max_seconds`` or ``chunk_size`` that is not positive,
-        bad ``modes``, a guide that lacks a latent of the model, a subsampled plate, and ``loss`` or
-        ``quantities`` for a model whose discrete latents are sampled.
+        bad ``modes``, a guide that lacks a latent of the model, given draws outside of its support,
+        a subsampled plate, and ``loss`` or ``quantities`` for a model whose discrete latents are
+        sampled.
 
     **References:**
 
@@ -174,10 +176,12 @@ def diagnose(
     refuse_counts(0, num_transitions=num_transitions)
     guide = posterior_of("diagnose", guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
+    given = None
     if isinstance(guide, Refined):
         guide = guide.as_guide()
     elif not callable(guide) or hasattr(guide, "get_samples"):
-        guide = StoredDraws(samples_of(guide, "guide"))
+        given = samples_of(guide, "guide")
+        guide = StoredDraws(given)
     if isinstance(model, Target):
         if args or kwargs:
             raise TypeError(
@@ -204,6 +208,8 @@ def diagnose(
     warn_of_lost_gradients(target)
     check_modes(modes, dim)
     check_sites(sampler)
+    if given is not None:
+        refuse_outside(target, given)
     function = find_quantities(quantities, target.model, target.args, target.kwargs)
     if isinstance(modes, str) and (function is not None or not can_search(target)):
         modes = None
@@ -377,6 +383,20 @@ def check_sites(sampler: Sampler) -> None:
         shape = nodes[name]["value"].shape
         if shape.numel() != value.numel():
             raise sampler.wrong_shape(name, ("num_draws", *shape), tuple(value.shape))
+
+
+def refuse_outside(target: Target, draws: dict[str, Tensor]) -> None:
+    """Check that draws are in the supports of the model's latents.
+
+    :param draws: by site, ``(num_draws, *site_shape)``.
+    :raises ValueError: otherwise, with the name of the first such site.
+    """
+    for name, again in target.constrain(target.unconstrain(draws)).items():
+        if not is_close(again, draws[name].reshape(again.shape).to(again)):
+            raise ValueError(
+                f"draws of '{name}' are outside of its support in the model. Cure: constrained "
+                "values of the same model, as MCMC.get_samples() gives them"
+            )
 
 
 def can_search(target: Target) -> bool:

@@ -218,6 +218,7 @@ Verdict = Literal["trust", "check", "do not trust"]
 MomentCheck = MomentErrors | SteinCheck | DriftCheck
 
 STEPS = "more steps with a smaller learning rate"
+START_WIDER = f"fit again: a wider start, {STEPS}"
 FIT_BETTER = (
     "a more flexible guide (AutoSemiImplicit with LIVI_ELBO, with and without a frame), "
     f"{STEPS}, or NUTS"
@@ -284,7 +285,9 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     """Yield all reasons against a guide."""
     policy = found.policy
     if found.broken:
-        yield Finding("do not trust", found.broken, "fit again: a wider start, " + STEPS)
+        stored = found.no_density == STORED
+        cure = "constrained values as draws, such as MCMC.get_samples()" if stored else START_WIDER
+        yield Finding("do not trust", found.broken, cure)
     if found.improper:
         yield Finding("do not trust", found.improper, "a proper prior, such as HalfNormal")
     if found.bound is not None and found.efficiency < policy.even_weights and not found.judged:

@@ -33,6 +33,7 @@ __all__ = [
     "graph_leaves",
     "innermost",
     "innermost_support",
+    "is_close",
     "is_counted",
     "is_data",
     "is_discrete_latent",
@@ -357,7 +358,15 @@ def survives(value: Tensor, support: constraints.Constraint) -> bool:
     False
     """
     transform = biject_to(support)
-    again = transform(transform.inv(value))
+    return is_close(transform(transform.inv(value)), value)
+
+
+def is_close(again: Tensor, value: Tensor) -> bool:
+    """Return whether values that came back from unconstrained space are the same but for rounding.
+
+    :param again: the values that came back.
+    :param value: the values before.
+    """
     return torch.allclose(again, value, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 

@@ -276,6 +276,22 @@ def test_doubts_of_chains():
     assert found(drift=Drift(0.05, 0.05, 1.66)).verdict == "trust"  # steady quantities
 
 
+def test_given_draws_outside_of_a_support_are_refused():
+    def model():
+        share = pyro.sample("share", dist.Beta(2.0, 2.0))
+        pyro.sample("size", dist.LogNormal(torch.zeros(2), share).to_event(1))
+
+    share, size = torch.linspace(0.1, 0.9, 200), torch.rand(200, 2) + 0.1
+    options = {"num_transitions": 0, "modes": None}
+    right = diagnose(model, {"share": share.double(), "size": size}, **options)
+    assert not right.broken
+    for draws, name in (({"share": share + 0.15}, "share"), ({"size": size.log()}, "size")):
+        with pytest.raises(ValueError, match=f"draws of '{name}' are outside .* Cure: constrained"):
+            diagnose(model, {"share": share, "size": size} | draws, **options)
+    lost = diagnose(model, {"share": share, "size": size * math.nan}, **options)
+    assert lost.broken and "MCMC.get_samples()" in lost.cures[0]
+
+
 def test_symmetries_and_cures_are_named():
     drift = Drift(0.5, 0.5, 3.4)
     lost = Diagnosis(1000, 2, chains=drift)
