@@ -182,7 +182,7 @@ def refuse_processes(batch: tuple, refine: bool) -> None:
     if refine:
         raise ValueError(
             "chains run in a single process. Cure: fit with refine=False, then in one process "
-            "refine(model, result.guide, kernel='sghmc', batches=all_rows)"
+            "refine_by_minibatches(model, result.guide, batches=all_rows)"
         )
     tensors = [part.double() for part in batch if isinstance(part, Tensor)]
     own = [(tuple(part.shape), part.sum().item(), part.square().sum().item()) for part in tensors]

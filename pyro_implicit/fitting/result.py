@@ -161,8 +161,8 @@ class Fit(Printed):
 
         :param num_samples: the number of draws; refined draws repeat only after all were returned.
         :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
-        :param corrected: whether to resample four draws of a guide with an exact density to one, by
-            Pareto-smoothed importance weights; by default if ``correction`` is set.
+        :param corrected: whether to resample two effective draws of a guide with an exact density
+            to one, by Pareto-smoothed importance weights; by default if ``correction`` is set.
         :returns: by site, ``(num_samples, *site_shape)``.
         :raises ValueError: for no draws, and for ``corrected=True`` and a guide without an exact
             density.

@@ -119,7 +119,7 @@ class InjectiveELBO(ImplicitELBO):
     .. math::
         \log q(\theta) = \log N(z) - \log |\det J_f(z)|.
 
-    This is the only exact ELBO for implicit guides: use it if such a generator is flexible enough.
+    It is exact, and so are its gradients: use it if such a generator is flexible enough.
     The determinant of :class:`~pyro_implicit.AutoregressiveGenerator`, which is always injective,
     is free; that of :class:`~pyro_implicit.ResidualGenerator` needs a k x k matrix; every other
     generator needs a dense Jacobian.
