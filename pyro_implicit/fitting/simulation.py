@@ -48,9 +48,6 @@ __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
 
 KIND = "a result of fit_simulator"
 
-#: Distance of the quartiles of a standard normal distribution.
-NORMAL_QUARTILES = 1.349
-
 
 class _Pairs(NamedTuple):
     """Unconstrained latents ``(n, d)`` and finite data ``(n, m)``."""
@@ -222,7 +219,8 @@ class _Frame(nn.Module):
             ranks = [max(1, round(share * len(part))) for share in (0.25, 0.5, 0.75)]
             low, middle, high = (part.kthvalue(rank, 0).values for rank in ranks)
             # More than half of the values may be equal.
-            scale = torch.where(high > low, (high - low) / NORMAL_QUARTILES, part.std(0))
+            # The quartiles of a standard normal distribution are 1.349 apart.
+            scale = torch.where(high > low, (high - low) / 1.349, part.std(0))
             self.register_buffer(f"{name}_loc", middle)
             self.register_buffer(f"{name}_scale", torch.where(scale > 0, scale, 1.0))
 

@@ -136,6 +136,7 @@ def test_refuses_what_processes_cannot_share(folder):
     assert "same minibatches" in same
     assert "DistributedSampler" in same
     assert "chains run in a single process" in chains
+    assert "refine_by_minibatches(model, result.guide, batches=all_rows)" in chains
     assert "'noise'" in store
     assert "PyroParam" in store
     assert "AVB_ELBO trains networks" in networks
