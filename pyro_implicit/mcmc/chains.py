@@ -42,7 +42,12 @@ class Checkpoint:
     :param every: transitions between two writings.
     """
 
-    def __init__(self, path: str | Path | None, settings: dict[str, Any], every: int) -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        settings: dict[str, Any] | None = None,
+        every: int = 1,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.settings, self.every = settings, every
 
