@@ -27,6 +27,7 @@ from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.mcmc.refine import refine_target
+from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.quadrature import normal_draws
@@ -317,13 +318,14 @@ def _refine(
         return draws
     with result.attempt("refine") as line:
         chains = affordable_chains(target.score, target.init_loc, budget=budget)
-        refined = refine_target(
+        plan = ChainSetup(
             Sampler(target, target.constrain(draws[torch.randperm(len(draws))])),
             chains.num_chains,
             chains.max_gradients,
-            max_seconds=stages.limit.seconds(),
+            limit=stages.limit,
             patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
         )
+        refined = refine_target(plan)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
         if not refined.settled:
             warn_user(

@@ -30,6 +30,7 @@ from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.refined import Refined
+from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.nn import (
     FunctionValues,
     LabelReport,
@@ -38,6 +39,7 @@ from pyro_implicit.nn import (
     evaluate,
     start_values,
 )
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
@@ -354,16 +356,17 @@ def _walk(
     if compile == "auto" and seconds >= network.compiled_seconds:
         compile = True if which(os.environ.get("CXX", "g++")) else "auto"
     with result.attempt(name) as line:
-        refined = refine_target(
+        plan = ChainSetup(
             Sampler(target, starts),
             number,
             max(1, gradients),
-            max_seconds=left if math.isfinite(left) else None,
+            limit=TimeLimit(left),
             kernel="mclmc",
             policy=replace(DEFAULT, mclmc=kernel),
             quantities=None if inputs is None else FunctionValues(target.model, inputs),
             compile=compile,
         )
+        refined = refine_target(plan)
         result.interrupted = refined.stopped == "interrupted"
         line.outcome = (
             f"{refined.num_chains} chains x {refined.num_gradients} gradients; of the predictions: "

@@ -39,6 +39,7 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, teach
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.mcmc.refine import chains_in_time, refine_target
+from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.clock import TimeLimit
@@ -287,17 +288,17 @@ def move_draws(
             return result
         if several or number == 0:
             number = chains.num_chains if several else CHAINS.least_chains
-        refined = result.refined = refine_target(
+        plan = ChainSetup(
             Sampler(target, result.guide),
             number,
             chains.max_gradients,
             frame="full" if is_untrained else "auto",
-            max_seconds=stages.limit.seconds(),
+            limit=stages.limit,
             patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
             compile=stages.options["compile"],
-            modes=modes if several else None,
             anneals_apart=bool(target.sampled) or not stages.one_by_one,
         )
+        refined = result.refined = refine_target(plan, modes=modes if several else None)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
         if refined.modes_weighed and not several:
             line.outcome += "; annealed, because chains stayed in separate modes"

@@ -42,7 +42,12 @@ class Checkpoint:
     :param every: transitions between two writings.
     """
 
-    def __init__(self, path: str | Path | None, settings: dict[str, Any], every: int) -> None:
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        settings: dict[str, Any] | None = None,
+        every: int = 1,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.settings, self.every = settings, every
 
@@ -334,27 +339,17 @@ class WindowedChains(Chains):
         Chains that would end too soon go on as fewer, longer ones (``_adapt_number``), and those
         that have spent their budget get more of it (``_goes_on``). Both may start another warm-up
         in a space that is made from the draws. The drift is computed ever more rarely.
-
-        Where trajectories fail, there are places that the chains seldom enter, and rare events
-        hardly show as drift. The chains must then be much longer than their memory.
-
-        Draws are cheap compared with the warm-up. So chains that have converged go on until they
-        have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
-        An extended budget ends as soon as the chains are usable, with a strict R-hat.
         """
-        found = None
         if self.phase == "sampling" and self.history.seen >= self._next_check:
-            factor = self.policy.stopping.between_checks
-            self._next_check = math.ceil(factor * self.history.seen)
-            found = self._settled()
+            self._next_check = math.ceil(self.policy.stopping.between_checks * self.history.seen)
+            self._look()
             if self.ends_apart and self.is_apart:
                 return "max_gradients"
-            if self._is_extended and self._is_good():
-                found = self.settled or "max_gradients"
+            if self._may_end():
+                if not self._spends_all:
+                    return self.settled or "max_gradients"
             elif self.settled is None:
                 self._adapt_number()
-        if found is not None and not self._spends_all:
-            return found
         end = None
         if self.max_seconds is not None and self.seconds >= self.max_seconds:
             end = "max_seconds"
@@ -364,7 +359,7 @@ class WindowedChains(Chains):
             end = "max_gradients"
         if end is None or not self.has_draws:
             return end
-        self._settled()
+        self._look()
         if end == "max_gradients" and self.settled is None and self._goes_on():
             return None
         return self.settled or end
@@ -378,7 +373,12 @@ class WindowedChains(Chains):
             is_long and self.last_drift is not None and self.last_drift.r_hat > limits.stuck_r_hat
         )
 
-    def _settled(self) -> str | None:
+    def _look(self) -> None:
+        """Compute the drift of the draws, and how the chains have settled.
+
+        Where trajectories fail, there are places that the chains seldom enter, and rare events
+        hardly show as drift. The chains must then be much longer than their memory.
+        """
         limits = self.policy.stopping
         self.last_drift = found = self.history.drift(limits)
         is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
@@ -387,17 +387,23 @@ class WindowedChains(Chains):
             self.settled = "steady"
         if found.is_settled(limits) and not (is_stiff and found.r_hat > limits.strict_r_hat):
             self.settled = "converged"
+
+    def _may_end(self) -> bool:
+        """Return whether the chains may end before their budget does.
+
+        Draws are cheap compared with the warm-up. So chains that have converged go on until they
+        have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
+        An extended budget ends as soon as the chains are usable, with a strict R-hat.
+        """
+        assert self.last_drift is not None
+        drift, limits = self.last_drift, self.policy.stopping
+        if self._is_extended and drift.is_usable(limits) and drift.r_hat <= limits.strict_r_hat:
+            return True
         if self.settled != "converged":
-            return self.settled
-        is_enough = (found.r_hat**2 - 1) * limits.enough <= len(self.state.position)
+            return self.settled == "steady"
         spent = self.gradients - self.warmup_gradients
         is_spent = spent >= limits.least_share * self.warmup_gradients
-        return "converged" if is_enough or is_spent else None
-
-    def _is_good(self) -> bool:
-        """Return whether chains that were extended may end before their budget does."""
-        drift, limits = self.last_drift, self.policy.stopping
-        return drift is not None and drift.is_usable(limits) and drift.r_hat <= limits.strict_r_hat
+        return is_spent or (drift.r_hat**2 - 1) * limits.enough <= len(self.state.position)
 
     def _goes_on(self) -> bool:
         """Extend the budget of chains that are not usable, if patience is left."""

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,6 @@ from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
-from pyro_implicit.mcmc.frame import FrameKind
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.mixed_tempering import temper_mixed, why_not_tempered
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
@@ -206,7 +204,6 @@ def refine(
     refuse_nonpositive(max_seconds=max_seconds)
     limit = TimeLimit(max_seconds)
     kwargs = {**kwargs, **(model_kwargs or {})}
-    settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     guide = guide_of("refine", guide, or_draws=True)
     adapts_number = num_chains is None and not KERNELS[kernel].separate and not temper
     if num_chains is None:
@@ -229,71 +226,38 @@ def refine(
     with watching(progress, callbacks), workers(num_workers), single_thread(target.is_small):
         if adapts_number:
             num_chains = chains_in_time(target, num_chains, limit, policy) or policy.least_chains
-        return refine_target(
-            sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, limit.seconds(),
-            kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
-            modes=modes, from_prior=temper and modes is None,
+        plan = ChainSetup(
+            sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, compile, kernel,
+            policy, limit, quantities,
         )  # fmt: skip
+        settings = {**plan.settings(), "seed": seed, "num_workers": current_workers().number}
+        file = Checkpoint(checkpoint, settings, checkpoint_every)
+        return refine_target(plan, file, modes, from_prior=temper and modes is None)
 
 
 def refine_target(
-    sampler: Sampler,
-    num_chains: int,
-    max_gradients: int,
-    frame: str = "auto",
-    max_leapfrogs: int = 64,
-    max_draws: int = 100,
-    max_seconds: float | None = None,
-    kernel: Literal["hmc", "slice", "mams", "mclmc"] = "hmc",
-    quantities: Quantities | None = None,
-    compile: CompileMode = "auto",
-    policy: ChainPolicy = DEFAULT,
-    checkpoint: str | Path | None = None,
-    checkpoint_every: int = 50,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-    patience: float = 0.0,
+    plan: ChainSetup,
+    file: Checkpoint | None = None,
     modes: Modes | None = None,
     from_prior: bool = False,
-    anneals_apart: bool = False,
 ) -> Refined:
-    """Run chains with all data on an existing target; the arguments are those of :func:`refine`.
+    """Run chains with all data on an existing target.
 
-    :param patience: seconds of one core in all, up to which chains that are not usable at
-        ``max_gradients`` go on.
+    :param file: resumes killed chains; by default there is none.
     :param modes: if given, annealing from these modes replaces the chains.
     :param from_prior: whether annealing from the prior replaces the chains of discrete latents.
-    :param anneals_apart: whether chains that stay in separate modes are annealed: discrete latents
-        from the prior, others from the modes near the chains. If annealing is no better, the chains
-        go on.
     """
-    _call_once(sampler)
-    dim = sampler.target.latent_dim
-    kind: FrameKind = "full" if dim <= MAX_DENSE_DIM else "low-rank"
-    if frame not in ("auto", "noise", "conditional"):
-        kind = frame  # type: ignore[assignment]
-    longest = max(1, min(max_leapfrogs, max_gradients // policy.warmup.chunks))
-    plan = ChainSetup(
-        sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel,
-        policy, TimeLimit(max_seconds), quantities, patience,
-    )  # fmt: skip
+    _call_once(plan.sampler)
+    longest = max(1, min(plan.max_leapfrogs, plan.max_gradients // plan.policy.warmup.chunks))
+    plan = replace(plan, max_leapfrogs=longest)
     # Threads of torch would wait actively on the cores of the processes that divide the rows.
     with single_thread(current_workers().number > 1):
         if modes is not None or from_prior:
             return _anneal(plan, modes)
-        settings = {
-            **settings,
-            "latent_dim": dim,
-            "num_chains": num_chains,
-            "frame": (frame, kind),
-            "max_gradients": max_gradients,
-            "max_leapfrogs": max_leapfrogs,
-            "max_draws": max_draws,
-            "num_workers": current_workers().number,
-        }
-        return _run_chains(plan, Checkpoint(checkpoint, settings, checkpoint_every), anneals_apart)
+        return _run_chains(plan, file or Checkpoint())
 
 
-def _run_chains(plan: ChainSetup, file: Checkpoint, anneals_apart: bool) -> Refined:
+def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
     """Start chains, or load them, and walk until they stop."""
     target, began, max_seconds = plan.sampler.target, time.perf_counter(), plan.limit.seconds()
     chains: WindowedChains | None = file.load(target.init_loc.device)
@@ -304,7 +268,7 @@ def _run_chains(plan: ChainSetup, file: Checkpoint, anneals_apart: bool) -> Refi
     else:
         space, chains = start_chains(plan)
         chains.max_gradients, chains.patience = plan.max_gradients, plan.patience
-        chains.ends_apart = anneals_apart and _can_anneal(target, plan.policy)
+        chains.ends_apart = plan.anneals_apart and _can_anneal(target, plan.policy)
         chains.num_workers = current_workers().number
         Tracker(target, plan.quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
@@ -332,7 +296,7 @@ def _anneal_near(plan: ChainSetup, points: Tensor) -> Refined | None:
     if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
         if not target.widen(starts):
             return None
-        return _run_chains(plan, Checkpoint(None, {}, 1), anneals_apart=True)
+        return _run_chains(plan, Checkpoint())
     modes = find_modes(target, starts=starts, max_seconds=plan.limit.left(settings.search_share))
     factor = max(1, settings.num_chains // plan.num_chains)
     more = replace(
@@ -416,12 +380,8 @@ def continue_chains(
         workers(chains.num_workers),
         single_thread(chains.num_workers > 1 or target.is_small),
     ):
-        number, longest = len(chains.state.position), chains.adaptation.max_gradients
-        calls = max(chains.gradients, max_gradients or 0)
-        plan = ChainSetup(
-            sampler, number, chains.space, chains.frame_kind, calls, longest, 0,
-            kernel=chains.kernel, policy=chains.policy, quantities=quantities,
-        )  # fmt: skip
+        number, calls = len(chains.state.position), max(chains.gradients, max_gradients or 0)
+        plan = ChainSetup(sampler, number, calls, policy=chains.policy, quantities=quantities)
         if space is None:
             space = space_of(plan, chains.space, chains.middle, chains.fitted)
         if isinstance(space, GuideNoise):
@@ -433,7 +393,7 @@ def continue_chains(
                     "refine(model, result.get_samples(), ...), which starts from these draws"
                 )
         restore_random_streams(chains.streams)
-        return _walk(plan, space, further, Checkpoint(None, {}, 1))
+        return _walk(plan, space, further, Checkpoint())
 
 
 def chains_in_time(

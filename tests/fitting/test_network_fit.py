@@ -131,8 +131,8 @@ def test_long_chains_are_compiled(linear, monkeypatch, seconds):
     model, x, y = linear
     modes = []
 
-    def refine_target(*args, compile, **options):
-        modes.append(compile)
+    def refine_target(plan):
+        modes.append(plan.compile)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
@@ -394,8 +394,8 @@ def test_chains_that_time_ends_early_are_rejected(linear, monkeypatch, has_rows)
     """The ensemble stays, whatever the plan promised."""
     original = network_fit.refine_target
 
-    def refine_target(sampler, number, gradients, **options):
-        return replace(original(sampler, number, 40, **options), stopped="max_seconds")
+    def refine_target(plan):
+        return replace(original(replace(plan, max_gradients=40)), stopped="max_seconds")
 
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
     model, x, y = linear
@@ -473,7 +473,7 @@ def test_without_time_for_chains_the_ensemble_sees_all_rows(
         seen.append((time_share, num_steps))
         return original(self, name, guide, loss, time_share, num_steps=10, **options)
 
-    def refine_target(*args, **options):
+    def refine_target(plan):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Stages, "train_alone", train_alone)
@@ -496,8 +496,8 @@ def test_chains_take_their_measured_time(linear, monkeypatch, max_seconds):
     model, x, y = linear
     calls = []
 
-    def refine_target(sampler, num_chains, max_gradients, **options):
-        calls.append((max_gradients, options["max_seconds"]))
+    def refine_target(plan):
+        calls.append((plan.max_gradients, plan.limit.seconds()))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
@@ -521,11 +521,11 @@ def interrupt_at(monkeypatch, number, error=KeyboardInterrupt):
     """Press Ctrl-C in a call of ``refine_target``, the first is 1."""
     calls, original = [], network_fit.refine_target
 
-    def refine_target(*args, **kwargs):
-        calls.append(args)
+    def refine_target(plan):
+        calls.append(plan)
         if len(calls) == number:
             raise error
-        return original(*args, **kwargs)
+        return original(plan)
 
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
 
@@ -613,8 +613,8 @@ def test_an_ensemble_that_is_killed_goes_on(linear, monkeypatch, tmp_path):
             raise SystemExit
         return original(*args)
 
-    def refine_target(sampler, *args, **options):
-        starts.append(sampler.guide["weight"])
+    def refine_target(plan):
+        starts.append(plan.sampler.guide["weight"])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(network_fit, "refine_target", refine_target)

@@ -24,6 +24,7 @@ from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.refine import refine_target
+from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 
 #: Chains that never count as converged.
@@ -104,6 +105,10 @@ def two_ridges():
 RIDGE = torch.tensor([[1.0, 0.999], [0.999, 1.0]])
 
 
+def walk(*args, **options):
+    return refine_target(ChainSetup(*args, **options))
+
+
 @pytest.mark.parametrize("patience", [0.0, 1000.0])
 def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     """A diagonal frame and short trajectories on a ridge: chains diffuse."""
@@ -113,7 +118,7 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     )
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(256, 2) + 0.5})
     torch.manual_seed(0)
-    found = refine_target(sampler, 256, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
+    found = walk(sampler, 256, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
     if not patience:
         assert (found.num_chains, found.stopped, timed) == (256, "max_gradients", [])
         assert found.drift.r_hat > 1.65
@@ -128,7 +133,7 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
 def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch, needed):
     """The gradients needed, in units of those left; a chain costs as much in 256 as in 64."""
     sampler = Sampler(Target(ridge), {"x": torch.randn(256, 2)})
-    chains = refine_target(sampler, 256, 200, policy=STRICT).chains
+    chains = walk(sampler, 256, 200, policy=STRICT).chains
     spent = chains.gradients - chains.warmup_gradients
     chains.last_drift = chains.last_drift._replace(r_hat=math.sqrt(1 + 3 * (1.1**2 - 1)))
     left, chains.patience = round(3 * spent / needed), 1.0
@@ -158,7 +163,7 @@ def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
         start[::2] -= 40.0
     sampler = Sampler(Target(two_ridges if is_apart else ridge), {"x": start})
     options = {"frame": "diagonal", "max_leapfrogs": 8, "patience": 1.0}
-    found = refine_target(sampler, 64, 300, **options)
+    found = walk(sampler, 64, 300, **options)
     assert any(asked) == is_apart and asked.count(True) <= 1
     assert found.chains.gradients > found.chains.warmup_gradients > 120
 
@@ -174,7 +179,7 @@ def test_long_memory_leads_to_longer_trajectories(monkeypatch, is_at_limit):
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
     torch.manual_seed(0)
     options = {"frame": "diagonal", "max_leapfrogs": 2, "patience": 1000.0}
-    found = refine_target(sampler, 64, 500, **options)
+    found = walk(sampler, 64, 500, **options)
     assert found.num_chains == 64
     assert found.chains.adaptation.max_gradients == (512 if is_at_limit else 2)
     assert (found.settled or found.drift.is_usable()) == is_at_limit
@@ -187,7 +192,7 @@ def test_patience_ends(monkeypatch):
     monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
     usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
-    found = refine_target(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
+    found = walk(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
     assert found.stopped == "max_gradients" and found.num_chains == 64
     assert 1.5 < found.chains.cpu_seconds < 2.6
 
@@ -198,7 +203,7 @@ def test_an_extended_budget_ends_once_errors_are_usable(monkeypatch):
     limits = StoppingPolicy(max_usable_error=0.06, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     torch.manual_seed(0)
-    found = refine_target(sampler, 64, 200, patience=1e6, policy=ChainPolicy(stopping=limits))
+    found = walk(sampler, 64, 200, patience=1e6, policy=ChainPolicy(stopping=limits))
     assert found.stopped == "max_gradients" and found.drift.is_usable(limits)
     assert 200 < found.num_gradients < 0.9 * found.chains.max_gradients
     more = found.refine_more(max_gradients=100, progress=False)
@@ -210,7 +215,7 @@ def test_a_clock_that_stands_still(monkeypatch):
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     torch.manual_seed(0)
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
-    found = refine_target(sampler, 64, 200, frame="diagonal", max_leapfrogs=2, patience=2.0)
+    found = walk(sampler, 64, 200, frame="diagonal", max_leapfrogs=2, patience=2.0)
     assert found.stopped == "max_gradients" and found.num_chains <= 64
 
 

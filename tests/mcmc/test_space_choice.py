@@ -60,7 +60,7 @@ def bent(size):
 def begin(model, guide, frame="auto", max_gradients=4000):
     target = Target(model)
     sampler = Sampler(target, guide)
-    plan = ChainSetup(sampler, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
+    plan = ChainSetup(sampler, 64, max_gradients, frame)
     return start_chains(plan)[1]
 
 

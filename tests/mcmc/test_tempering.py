@@ -120,7 +120,7 @@ def temper_from(model, modes, **policy):
     space = Space(target)
     sampler = Sampler(target, {"x": torch.zeros(1, target.latent_dim).to(target.init_loc)})
     settings = ChainPolicy(tempering=TemperingPolicy(**policy))
-    plan = ChainSetup(sampler, 1024, "auto", "full", 2000, 64, 100, policy=settings)
+    plan = ChainSetup(sampler, 1024, 2000, policy=settings)
     return temper(space, modes, Tracker(target, None), plan)
 
 
@@ -234,13 +234,13 @@ def walk_apart():
     policy = replace(
         DEFAULT, stopping=StoppingPolicy(stuck_gradients=300), slice=SlicePolicy(max_dim=0)
     )
-    return refine_target(Sampler(target, draws), 256, 2000, policy=policy, anneals_apart=True)
+    sampler = Sampler(target, draws)
+    return refine_target(ChainSetup(sampler, 256, 2000, policy=policy, anneals_apart=True))
 
 
 def test_slices_cross_steps_without_annealing():
-    found = refine_target(
-        Sampler(Target(steps), {"x": torch.linspace(0.5, 19.5, 256)}), 256, 6000, anneals_apart=True
-    )
+    sampler = Sampler(Target(steps), {"x": torch.linspace(0.5, 19.5, 256)})
+    found = refine_target(ChainSetup(sampler, 256, 6000, anneals_apart=True))
     assert found.kernel == "slice" and found.settled and not found.modes_weighed
     x = found.get_samples()["x"]
     shares = torch.tensor([(x.floor() == part).double().mean() for part in (9.0, 10.0, 11.0)])

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
@@ -50,27 +51,45 @@ class ChainSetup:
 
     :param sampler: gives their starts.
     :param frame: the frame or space that the user wants.
-    :param kind: the kind of frame in the space.
     :param max_leapfrogs: gradients of a transition.
     :param quantities: the function whose values decide when the chains stop; by default the latents
         decide.
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
+    :param anneals_apart: whether chains that stay in separate modes are annealed: discrete latents
+        from the prior, others from the modes near the chains. If annealing is no better, the chains
+        go on.
     """
 
     sampler: Sampler
     num_chains: int
-    frame: str
-    kind: FrameKind
     max_gradients: int
-    max_leapfrogs: int
-    max_draws: int
+    frame: str = "auto"
+    max_leapfrogs: int = 64
+    max_draws: int = 100
     compile: CompileMode = "auto"
     kernel: str = "hmc"
     policy: ChainPolicy = DEFAULT
     limit: TimeLimit = TimeLimit(None)
     quantities: Quantities | None = None
     patience: float = 0.0
+    anneals_apart: bool = False
+
+    @property
+    def kind(self) -> FrameKind:
+        """The kind of frame in the space."""
+        if self.frame in ("auto", "noise", "conditional"):
+            return "full" if self.sampler.target.latent_dim <= MAX_DENSE_DIM else "low-rank"
+        return self.frame  # type: ignore[return-value]
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a checkpoint compares."""
+        names = ("kernel", "policy", "num_chains", "max_gradients", "max_leapfrogs", "max_draws")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "latent_dim": self.sampler.target.latent_dim,
+            "frame": (self.frame, self.kind),
+        }
 
 
 class Starts(NamedTuple):
