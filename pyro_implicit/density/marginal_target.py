@@ -91,7 +91,7 @@ class MarginalTarget(Target):
             raise ValueError(
                 f"all latents ({', '.join(groups.sites)}) lie in plate '{groups.plate}', so that "
                 "the groups have nothing in common. Cure: a prior whose parameters are latents "
-                "outside of the plate, or fit(model, 'auto', rows) for some rows"
+                "outside of the plate, or amortize='auto'"
             )
         super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
         self._fused = None

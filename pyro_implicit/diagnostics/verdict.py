@@ -218,7 +218,6 @@ Verdict = Literal["trust", "check", "do not trust"]
 MomentCheck = MomentErrors | SteinCheck | DriftCheck
 
 STEPS = "more steps with a smaller learning rate"
-START_WIDER = f"fit again: a wider start, {STEPS}"
 FIT_BETTER = (
     "a more flexible guide (AutoSemiImplicit with LIVI_ELBO, with and without a frame), "
     f"{STEPS}, or NUTS"
@@ -285,8 +284,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     """Yield all reasons against a guide."""
     policy = found.policy
     if found.broken:
-        stored = found.no_density == STORED
-        cure = "constrained values as draws, such as MCMC.get_samples()" if stored else START_WIDER
+        cure = MOVE_BETTER if found.no_density == STORED else f"fit again: a wider start, {STEPS}"
         yield Finding("do not trust", found.broken, cure)
     if found.improper:
         yield Finding("do not trust", found.improper, "a proper prior, such as HalfNormal")

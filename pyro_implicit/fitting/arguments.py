@@ -145,9 +145,12 @@ def common_seed() -> int:
     return int(seed)
 
 
-def any_process(condition: bool) -> bool:
-    """Return whether a condition holds in any process, so that all of them decide alike."""
-    return mean_over_processes(float(condition)) > 0
+def any_process(condition: bool, device: torch.device) -> bool:
+    """Return whether a condition holds in any process, so that all of them decide alike.
+
+    :param device: a device from which the backend can send.
+    """
+    return mean_over_processes(float(condition), device) > 0
 
 
 def is_first() -> bool:

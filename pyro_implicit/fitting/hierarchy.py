@@ -81,7 +81,7 @@ def _fit(stages: Stages) -> Fit:
             num_starts=policy.num_starts,
             max_rounds=policy.search_rounds,
             max_iterations=policy.search_iterations,
-            max_seconds=stages.limit.left(stages.policy.budget.search_share),
+            max_seconds=_search_seconds(stages),
         )
         num_nodes, shift = _choose_nodes(pilot, modes, stages)
         line.outcome = (
@@ -113,6 +113,12 @@ def _fit(stages: Stages) -> Fit:
     values = target.constrain(draws)
     result.guide, result.chosen = AutoHierarchical(stages.model, StoredDraws(values)), "conditional"
     return result
+
+
+def _search_seconds(stages: Stages) -> float:
+    """Return the limit of the search; several processes, whose clocks differ, have none."""
+    left = stages.limit.left(stages.policy.budget.search_share)
+    return left if num_processes() == 1 else math.inf
 
 
 def _refuse_unsupported(stages: Stages) -> None:
@@ -200,7 +206,7 @@ def _climb(target: MarginalTarget, point: Tensor, stages: Stages) -> tuple[Tenso
     root, _ = root_of_inverse(hessian[0])
     for _ in range(policy.max_passes):
         whitened = root.mT @ score[0]
-        if whitened.square().sum() < policy.at_top or any_process(stages.limit.is_over()):
+        if whitened.square().sum() < policy.at_top or _is_late(stages.limit, point):
             break
         new = point + length * (root @ whitened)
         after = target.derivatives(new.unsqueeze(0))
@@ -211,6 +217,11 @@ def _climb(target: MarginalTarget, point: Tensor, stages: Stages) -> tuple[Tenso
         else:
             length /= 4
     return point, root, target.height(height)
+
+
+def _is_late(limit: TimeLimit, like: Tensor, seconds: float = 0.0) -> bool:
+    """Return whether less than so many seconds are left, in any process."""
+    return any_process(limit.left() <= seconds or limit.is_over(), like.device)
 
 
 def _weigh(
@@ -225,7 +236,7 @@ def _weigh(
     policy, result, limit = stages.policy.hierarchy, stages.result, stages.limit
     draws, _ = _sobol(modes, policy.num_draws)
     with result.stage("correct") as line:
-        if any_process(limit.is_over()):
+        if _is_late(limit, draws):
             line.outcome = "no time left: the draws are those of the Gaussian"
             return draws, None
         target.centre(modes.loc[0])
@@ -235,16 +246,23 @@ def _weigh(
         if len(modes.loc) == 1 and found.efficiency > policy.near_normal:
             line.outcome = f"moments by {few} weights, effective sample size {found.efficiency:.1%}"
             return _moved(draws, points, found.smoothed.log_weights.exp()), found
+        if _is_late(limit, draws):
+            line.outcome = (
+                f"{few} weights: {found}; no time left: the draws are those of the Gaussian"
+            )
+            return draws, None
         affordable = policy.most_evaluations / target.num_evaluations
         most = 2 ** int(math.log2(max(few, min(most, affordable))))
         points, found = _log_weights(target, _widened(modes, policy.widening), few, most, limit)
         line.outcome = f"{len(found)} weights: {found}"
         draws = points[found.resample(policy.num_draws)]
         if len(found) < most and not policy.accepts(found):
+            worth = f"are as good as {found.efficiency * len(found):.0f} independent ones"
+            if found.khat > policy.max_khat:
+                worth = "may be wrong"
             warn_user(
                 f"max_seconds ended the correction after {len(found)} weights of {most} ({found}): "
-                f"the draws of the global variables are as good as "
-                f"{found.efficiency * len(found):.0f} independent ones. Cure: a larger max_seconds"
+                f"the draws of the global variables {worth}. Cure: a larger max_seconds"
             )
             return draws, None  # chains would take longer
         return draws, found
@@ -266,7 +284,7 @@ def _log_weights(
     points, log_q = _sobol(modes, most)
     began, log_p = time.perf_counter(), target.log_prob(points[:few])
     while (done := len(log_p)) < most:
-        if any_process(time.perf_counter() - began > limit.left()):
+        if _is_late(limit, log_p, time.perf_counter() - began):
             break
         log_p = torch.cat([log_p, target.log_prob(points[done : 2 * done])])
     return points[:done], LogWeights((log_p - log_q[:done]).nan_to_num(-math.inf))
@@ -309,11 +327,12 @@ def _refine(
 ) -> Tensor:
     """Move draws by chains over all groups, unless there are too many."""
     result, budget, policy = stages.result, stages.policy.budget, stages.policy.hierarchy
-    if target.num_groups > policy.most_chained:
+    alone = num_processes() == 1  # chains of several processes would stop at different times
+    if target.num_groups > policy.most_chained or not alone:
+        reason = f"{target.num_groups} groups would take too long" if alone else "one process only"
         warn_user(
-            f"the posterior of the global variables is far from normal ({log_weights}), and chains "
-            f"over {target.num_groups} groups would take too long. Cure: other coordinates of "
-            "these variables"
+            f"the posterior of the global variables is far from normal ({log_weights}), and no "
+            f"chains correct it: {reason}. Cure: other coordinates of these variables"
         )
         return draws
     with result.attempt("refine") as line:

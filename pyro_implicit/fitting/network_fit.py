@@ -152,11 +152,12 @@ def affordable_members(target: Target, policy: NetworkPolicy) -> int:
 
 def _measured_seconds(target: Target, members: int) -> float:
     """Return the seconds of one gradient by the clock."""
-    points = target.init_loc.expand(members, -1)
-    target.score(points)  # the first one sets up
-    began = time.perf_counter()
-    target.score(points)
-    return time.perf_counter() - began
+    points, found = target.init_loc.expand(members, -1), math.inf
+    for _ in range(2):  # the first one sets up
+        began = time.perf_counter()
+        target.score(points)[0].sum().item()  # waits for a GPU
+        found = min(found, time.perf_counter() - began)
+    return found
 
 
 def _train_ensemble(
@@ -436,7 +437,10 @@ def refuse_missing_targets(model: NetworkModel, args: tuple, kwargs: Mapping[str
 
     :raises ValueError: if they have none.
     """
-    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    try:
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # which the model's call explains
+        return
     if isinstance(given.get("x"), Tensor) and given.get("y") is None:
         raise ValueError(
             "the network has inputs x but no targets y to learn from. Cure: fit(model, 'auto', x, "

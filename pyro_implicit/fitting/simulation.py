@@ -204,8 +204,8 @@ class _Simulator:
 class _Frame(nn.Module):
     r"""Standardises pairs by medians and quartiles, which heavy tails do not move.
 
-    Data are compressed, too, by :math:`\operatorname{asinh}`, so that a far value is one feature
-    among others. It loses nothing, because it is invertible.
+    Inputs of networks are compressed, too, by :math:`\operatorname{asinh}`, so that a far value is
+    one feature among others. It loses nothing, because it is invertible.
     """
 
     latent_loc: Tensor
@@ -257,7 +257,7 @@ class _Density(nn.Module):
 
     def _parts(self, i: int, x: Tensor, y: Tensor) -> Sequence[Tensor]:
         """Return logits, means and log sds of coordinate i, each ``(*batch, num_components)``."""
-        return self.networks[i](torch.cat([y, x[..., :i]], -1))
+        return self.networks[i](torch.cat([y, x[..., :i].asinh()], -1))
 
     def log_prob(self, latent: Tensor, data: Tensor) -> Tensor:
         """Return log q at ``(*batch, d)`` and ``(*batch, m)``, up to a constant."""
@@ -295,7 +295,8 @@ class _Classifier(nn.Module):
         self.to(pairs.latent)
 
     def forward(self, latent: Tensor, data: Tensor) -> Tensor:
-        return self.network(torch.cat(self.frame(latent, data), -1)).squeeze(-1)
+        x, y = self.frame(latent, data)
+        return self.network(torch.cat([x.asinh(), y], -1)).squeeze(-1)
 
 
 @dataclass(repr=False, eq=False)

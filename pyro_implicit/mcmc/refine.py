@@ -243,6 +243,7 @@ def refine_target(
 ) -> Refined:
     """Run chains with all data on an existing target.
 
+    :param plan: the target, the starts of the chains and their settings.
     :param file: resumes killed chains; by default there is none.
     :param modes: if given, annealing from these modes replaces the chains.
     :param from_prior: whether annealing from the prior replaces the chains of discrete latents.

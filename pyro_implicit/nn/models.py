@@ -164,8 +164,9 @@ class NetworkModel(nn.Module):
         try:
             return self.net(x)
         except RuntimeError as error:
-            tensors = (x, *self.parameters(), *self.buffers())
-            if len({one.dtype for one in tensors if one.is_floating_point()}) > 1:
+            if x.is_floating_point() and x.dtype not in {
+                one.dtype for one in (*self.parameters(), *self.buffers())
+            }:
                 raise ValueError(
                     f"rows of {x.dtype} do not suit the network ({error}). Cure: one dtype for "
                     "rows and network, for instance x.float()"

@@ -232,11 +232,29 @@ def test_weights_double_while_there_is_time(doublings, number):
 def test_weights_that_max_seconds_ends_are_named():
     target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
-    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(1), result=Fit())
+    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(3), result=Fit())
     with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
         draws, found = _weigh(stages, target, modes)
     assert len(draws) == FitPolicy().hierarchy.num_draws and found is None
     assert target.num_evaluations == 8 * 9
+    stages.policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-9.0))
+    stages.limit = Clock(3)
+    with pytest.warns(UserWarning, match="after 64 weights .* may be wrong. Cure: a larger max_s"):
+        _weigh(stages, target, modes)
+
+
+@pytest.mark.parametrize(("questions", "number"), [(0, 0), (1, 32)])
+def test_without_time_for_weights_the_draws_are_those_of_the_gaussian(questions, number):
+    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
+    modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
+    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(questions), result=Fit())
+    draws, found = _weigh(stages, target, modes)
+    assert found is None and target.num_passes == (2 if number else 0)  # one passes to centre
+    torch.testing.assert_close(draws.mean(0), modes.loc[0], atol=0.01, rtol=0)
+    torch.testing.assert_close(draws.std(0), torch.full((2,), 3.0), atol=0.01, rtol=0)
+    (line,) = stages.result.stages
+    assert line.outcome.endswith("no time left: the draws are those of the Gaussian")
+    assert (f"{number} weights" in line.outcome) == (number > 0)
 
 
 def test_the_number_of_weights_depends_on_nodes_and_groups():

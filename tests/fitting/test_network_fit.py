@@ -230,7 +230,18 @@ def test_a_network_needs_targets(width, by_batches):
         fit(model, **data, progress=False)
 
 
-def test_slow_gradients_of_a_recurrent_network_leave_the_time_to_the_ensemble():
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [({"labels": 0}, "'labels'.*Cure: leave it out"), ({"y": 0, "z": 0}, "'z'")],
+)
+def test_wrong_arguments_of_a_network_are_named_by_its_call(rest, message):
+    model = regressor(to_bayesian_(nn.Linear(2, 1)), 10, noise=1.0)
+    rest = {name: torch.zeros(10) for name in rest}
+    with pytest.raises(TypeError, match=message):
+        fit(model, "auto", torch.zeros(10, 2), **rest, progress=False)
+
+
+def test_slow_gradients_of_a_recurrent_network_leave_the_time_to_the_ensemble(monkeypatch):
     class Last(nn.Module):
         def __init__(self):
             super().__init__()
@@ -239,9 +250,11 @@ def test_slow_gradients_of_a_recurrent_network_leave_the_time_to_the_ensemble():
         def forward(self, x):
             return self.head(self.cells(x)[0][:, -1])
 
+    # The counts promise hundreds of gradients, the clock none.
+    monkeypatch.setattr(network_fit, "_measured_seconds", lambda target, members: 60.0)
     x, options = torch.randn(40, 5, 1), {"seed": 0, "progress": False, "max_seconds": 2.0}
     model = regressor(to_bayesian_(Last()), 40, noise=0.1)
-    policy = FitPolicy(network=NetworkPolicy(num_members=4, least_gradients=10_000))
+    policy = FitPolicy(network=NetworkPolicy(num_members=4, least_gradients=50))
     with pytest.warns(UserWarning, match="one particle at a time|after .* steps"):
         result = fit(model, "auto", x, x.sum((1, 2)), policy=policy, **options)
     assert [stage.name for stage in result.stages] == ["ensemble"]

@@ -254,6 +254,13 @@ def test_rows_of_another_dtype(first):
         model(x.double(), torch.zeros(3))
 
 
+def test_an_error_of_the_network_is_no_matter_of_dtypes_if_it_has_that_of_the_rows():
+    net = nn.Sequential(nn.Linear(2, 1))
+    net.register_buffer("unused", torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        regressor(to_bayesian_(net), 3, noise=1.0)(torch.zeros(3, 5), torch.zeros(3))
+
+
 def test_a_loader_in_place_of_rows():
     with pytest.raises(TypeError, match="not a loader of them. Cure: batches=loader"):
         fit(classifier(net(3), 60), "auto", DataLoader(TensorDataset(X, LABELS)))
