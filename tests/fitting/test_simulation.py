@@ -17,6 +17,7 @@ from pyro_implicit.callbacks import Callback
 from pyro_implicit.diagnostics.calibration import simulation_trace
 from pyro_implicit.fitting import SimulatorFit, SimulatorPolicy
 from pyro_implicit.fitting.simulation import (
+    _Classifier,
     _contrast,
     _Density,
     _Frame,
@@ -153,6 +154,17 @@ def test_heavy_tails_do_not_move_the_frame():
     latent, white = frame(torch.tensor([[2 + scale]]), far)
     torch.testing.assert_close(white, torch.tensor([[3.0, 1.0, 0.0]]), atol=0.01, rtol=0)
     assert latent.item() == pytest.approx(1.0, abs=0.01)
+
+
+def test_far_values_are_moderate_inputs_of_networks():
+    pairs = _Pairs(torch.randn(100, 2), torch.randn(100, 3))
+    far = _Pairs(torch.full((1, 2), 1e12), torch.full((1, 3), 1e12))
+    density, classifier = (one(pairs, SimulatorPolicy()) for one in (_Density, _Classifier))
+    largest = []
+    for network in (*density.networks, classifier.network):
+        network.register_forward_pre_hook(lambda _, given: largest.append(given[0].abs().max()))
+    density.log_prob(*far), classifier(*far)
+    assert len(largest) == 3 and max(largest) < 40
 
 
 def test_a_coordinate_depends_on_the_data_and_the_earlier_ones():
