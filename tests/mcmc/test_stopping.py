@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pyro_implicit.mcmc import stopping
+from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
+from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, rotated_sites, tracked
 
 
@@ -204,6 +207,33 @@ def test_the_log_density_is_not_clamped():
     for log_density in (torch.randn(64), torch.full((64,), -1e6)):
         history.append(torch.zeros(64, 1), tracked([torch.randn(64)], log_density), 6.0)
     assert history.powers[1][0, :, -1].abs().min() > 1e5 > history.powers[1][0, :, 0].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("settled", "r_hat", "gradients", "is_extended", "ends"),
+    [
+        (None, 1.1, 9000, False, False),
+        ("steady", 1.5, 300, False, True),
+        ("converged", 1.1, 300, False, False),  # (1.1^2 - 1) 4,000 = 840 of 256 chains
+        ("converged", 1.1, 449, False, False),
+        ("converged", 1.1, 450, False, True),  # half of the warm-up's 300
+        ("converged", 1.03, 300, False, True),  # 244 of 256 chains
+        (None, 1.04, 9000, True, True),
+        (None, 1.06, 9000, True, False),
+        (None, 1.04, 9000, False, False),
+    ],
+)
+def test_chains_end_before_their_budget(settled, r_hat, gradients, is_extended, ends):
+    chains = SimpleNamespace(
+        settled=settled,
+        last_drift=Drift(0.01, 0.01, r_hat),
+        gradients=gradients,
+        warmup_gradients=300,
+        state=SimpleNamespace(position=torch.zeros(256, 1)),
+        policy=DEFAULT,
+        _is_extended=is_extended,
+    )
+    assert WindowedChains._may_end(chains) is ends
 
 
 def test_words_of_errors_that_have_no_bound():
