@@ -61,7 +61,7 @@ from pyro_implicit.density.model import (
     total_log_prob,
     varying_site,
 )
-from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
+from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS
 from pyro_implicit.density.run_mode import RunMode
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
@@ -411,14 +411,25 @@ class Target:
         return list(found.values())
 
     def refuse_improper(self) -> None:
-        """Check that a flat prior has data: each of its elements must change the density.
+        """Check that flat priors have data: each element, and each direction of a few elements,
+        must change the density.
 
-        :raises ValueError: naming the site.
+        :raises ValueError: naming the sites.
         """
         sites = self._model.replayed.nodes
         flat = [name for name in self.shapes if is_flat(sites[name]["fn"])]
         if not flat or self._allow_local is not None:
             return
+        if self.latent_dim <= MAX_DENSE_DIM:
+            found = self.split(self._endless(flat) != 0)
+            names = ", ".join(f"'{name}'" for name in flat if found[name].any())
+            if names:
+                raise ValueError(
+                    f"the posterior is improper, as far as {self.init_loc.dtype} can tell: the "
+                    f"log-density does not fall along a direction of {names}, which have flat "
+                    "priors. Cure: proper priors; or fewer latents, for instance one intercept "
+                    "instead of two"
+                )
         points = nearby(self.init_loc, 2).requires_grad_()
         try:
             with torch.enable_grad():
@@ -437,6 +448,29 @@ class Target:
                     "them. Cure: a proper prior; or leave these elements out, for instance the "
                     "islands of a lattice"
                 )
+
+    def _endless(self, flat: list[str]) -> Tensor:
+        """Return a direction of several elements of flat priors along which the density does not
+        fall.
+
+        It is that of the smallest curvature at ``init_loc``, in conditional standard deviations,
+        followed until rounding would bend it; zeros, if the density falls.
+        """
+        at, index = self.init_loc, self.split(torch.arange(self.latent_dim))
+        columns, reach = torch.cat([index[name].flatten() for name in flat]), torch.zeros_like(at)
+        resolution = torch.finfo(at.dtype).eps ** 0.5
+        try:
+            log_prob, _, hessian = self.derivatives(at.unsqueeze(0))
+            block = -hessian[0][columns][:, columns]
+            scale = block.diagonal().rsqrt()  # NaN if the density is not concave there
+            vector = torch.linalg.eigh(scale.unsqueeze(-1) * block * scale).eigenvectors[:, 0]
+            reach[columns] = scale * vector / resolution
+            change = self.log_prob(torch.stack([at + reach, at - reach])) - log_prob
+        except Exception:  # the model has no second derivative there
+            return torch.zeros_like(at)
+        reach[columns] *= vector.abs() > resolution
+        is_endless = (change.abs() < ROUNDING.max_error).all() and reach.count_nonzero() > 1
+        return reach if is_endless else torch.zeros_like(at)
 
     def _refuse_varying(self, trace: Trace) -> None:
         found = {name for name, site in trace.nodes.items() if is_latent(site)}
