@@ -23,7 +23,8 @@ from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.jacobian import hessian_products
-from pyro_implicit.ops.matrices import root_of_inverse
+from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
+from pyro_implicit.ops.policy import MAX_PRODUCT_DIM
 from pyro_implicit.ops.quadrature import log_integral, normal_rule
 from pyro_implicit.runtime.sites import FlatPriorStart, is_data, is_discrete_latent, is_latent
 
@@ -162,18 +163,33 @@ class Groups:
     def log_marginals(self, values: Values, start: Tensor | None = None) -> Tensor:
         r"""Return :math:`\log \int p(x_i, z_i | \theta)\, dz_i`, differentiable by the values.
 
-        The nodes of the quadrature are constants, because the integral does not depend on them.
+        The nodes of a product rule are constants, because the integral does not depend on them.
 
         :param values: of the global sites, constrained, ``(num_points, *site_shape)``.
         :param start: of :meth:`conditional`.
         :returns: ``(num_points, num_groups)``.
         """
         near = self.conditional({name: value.detach() for name, value in values.items()}, start)
+        if self.num_latents > MAX_PRODUCT_DIM:
+            near = self._moving(values, near)
         nodes, log_weights = normal_rule(self.num_latents, self._num_nodes, near.mode)
         points = near.place(nodes[None, :, None])
         terms = self.log_joint(values, points) + log_weights[:, None]
         volume = torch.linalg.slogdet(near.root).logabsdet
         return log_integral(terms.movedim(1, 0), self.num_latents) + volume
+
+    def _moving(self, values: Values, near: Conditional) -> Conditional:
+        """Let the modes, and so the nodes, move with the values, by one Newton step.
+
+        It is a control variate: the mean of the score by the latents is zero (Stein's identity).
+        """
+        if not any(value.requires_grad for value in values.values()):
+            return near
+        mode = near.mode.detach().requires_grad_()
+        total = self.log_joint(values, mode.unsqueeze(1)).sum()
+        (score,) = torch.autograd.grad(total, mode, create_graph=True)
+        step = matvecmul(near.root, matvecmul(near.root.mT, score))
+        return near._replace(mode=near.mode + step - step.detach())
 
     def log_joint(self, values: Values, local: Tensor) -> Tensor:
         r"""Return :math:`\log p(x_i, z_i | \theta)` of each group.
@@ -217,7 +233,8 @@ class Groups:
             length = torch.where(
                 is_up, (GROUPS.longer * length).clamp(max=1.0), GROUPS.shorter * length
             )
-        return Conditional(point, root_of_inverse(hessian)[0])
+        # Eigenvectors would change their signs from point to point, and random nodes with them.
+        return Conditional(point, lower_factor(root_of_inverse(hessian)[0]))
 
     @torch.no_grad()
     def draw(self, values: Values, num_moves: int = 0) -> Values:

@@ -285,3 +285,34 @@ def test_moves_correct_what_proposals_leave(monkeypatch):
     wide, right = (found.draw(values, number)["z"].std() * 2**0.5 for number in (0, 12))
     assert wide.item() == pytest.approx(groups.GROUPS.proposal_scale, rel=0.05)
     assert right.item() == pytest.approx(1.0, abs=0.04)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("at_once", [False, True])
+def test_random_nodes_follow_the_values_smoothly(at_once):
+    """Differences over a twentieth of an sd are those of the exact density of counts."""
+
+    def model(y):
+        shape, rate = (pyro.sample(name, dist.LogNormal(0.0, 1.0)) for name in ("shape", "rate"))
+        with pyro.plate("groups", len(y)):
+            z = pyro.sample("z", dist.Gamma(shape * torch.arange(1.0, 5.0), rate).to_event(1))
+            pyro.sample("y", dist.Poisson(z).to_event(1), obs=y)
+
+    y = dist.Poisson(dist.Gamma(2.0 * torch.arange(1.0, 5.0), 0.8).sample((100,))).sample()
+    target = MarginalTarget(Groups(model, (y,)), [(y,)], num_nodes=25)
+    at = torch.tensor([0.7, -0.2])
+    points = at + torch.tensor([[0.0, 0.0], [1e-3, 0.0], [0.0, 1e-3], [2e-3, -2e-3]])
+    target.centre(at)
+    found = torch.cat([target.log_prob(points[i : i + 1]) for i in range(4)])
+    if at_once:
+        found = target.log_prob(points)
+    shape, rate = points.exp().unbind(-1)
+    fn = dist.NegativeBinomial(shape[:, None] * torch.arange(1.0, 5.0), 1 / (1 + rate)[:, None])
+    exact = fn.log_prob(y.unsqueeze(1)).sum((0, -1)) - 0.5 * points.square().sum(-1)
+    torch.testing.assert_close(found - found[0], exact - exact[0], atol=2e-3, rtol=0)
+    # The rate scales the latents, so that nodes which move with the modes make no error of it.
+    rate = at[1].exp().requires_grad_()
+    fn = dist.NegativeBinomial(at[0].exp() * torch.arange(1.0, 5.0), 1 / (1 + rate))
+    (slope,) = torch.autograd.grad(fn.log_prob(y).sum() - 0.5 * rate.log() ** 2, rate)
+    score = target.score(at.unsqueeze(0))[1][0, 1]
+    torch.testing.assert_close(score, rate.detach() * slope, atol=1e-2, rtol=0)
