@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
-from pyro_implicit.fitting import Fit, FitPolicy, SimulatorPolicy
+from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy, SimulatorPolicy
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.runtime.sites import is_discrete_latent
 
@@ -30,6 +30,7 @@ SHORT = replace(
         FitPolicy().budget, most_chains=32, most_gradients=300, least_gradients=300, patience=1,
         patient_seconds=0.0,
     ),
+    hierarchy=HierarchyPolicy(num_pilot=50, num_starts=2, search_rounds=1),
 )  # fmt: skip
 GALLERY = ROOT / "docs" / "gallery"
 PAGES = sorted(path.relative_to(GALLERY).as_posix() for path in GALLERY.rglob("*.py"))
@@ -49,7 +50,7 @@ def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -
     if isinstance(guide, str) and "batches" not in options:
         guide = own_names(AutoNormal(poutine.block(model, hide_fn=is_discrete)))
     length = {"epochs": 1} if "batches" in options else {"num_steps": 2}
-    return fit(model, guide, *args, **{**options, **length})
+    return fit(model, guide, *args, **{"policy": SHORT, **options, **length})
 
 
 def has_counts(model: Any, args: tuple) -> bool:

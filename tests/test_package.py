@@ -20,32 +20,41 @@ MODULES = ["pyro_implicit"] + [
 ]
 
 
-def test_no_module_imports_test_tools() -> None:
-    """pytest is a requirement of the tests only."""
-    script = "import sys, importlib; [importlib.import_module(m) for m in sys.argv[1:]]; "
-    script += "print(sorted({m.split('.')[0] for m in sys.modules} & {'pytest', '_pytest'}))"
+SCRIPT = """
+import importlib, sys, warnings
+
+warnings.simplefilter("error")
+import pyro_implicit
+
+print(*{name.split(".")[0] for name in sys.modules})
+warnings.simplefilter("default")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*{name.split(".")[0] for name in sys.modules})
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """What is in memory after the import of the package, and after that of all its modules."""
     found = subprocess.run(
-        [sys.executable, "-c", script, *MODULES],
+        [sys.executable, "-c", SCRIPT, *MODULES],
         capture_output=True, text=True, cwd=ROOT, check=True,
     )  # fmt: skip
-    assert found.stdout.strip() == "[]"
+    return [set(line.split()) for line in found.stdout.splitlines()]
+
+
+def test_no_module_imports_test_tools(loaded: list[set[str]]) -> None:
+    """pytest is a requirement of the tests only."""
+    assert "pyro_implicit" in loaded[1] and not {"pytest", "_pytest"} & loaded[1]
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     (required,) = re.findall(r"install_requires=\[(.*?)\]", setup)
     assert "pytest" not in required
 
 
-def test_import_stays_light() -> None:
+def test_import_stays_light(loaded: list[set[str]]) -> None:
     heavy = {"matplotlib", "pytest", "sklearn", "arviz", "pandas"}
-    script = "import sys, pyro_implicit; print(*sorted({m.split('.')[0] for m in sys.modules}))"
-    loaded = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    ).stdout.split()
-    assert "pyro_implicit" in loaded
-    assert not heavy & set(loaded)
+    assert "pyro_implicit" in loaded[0] and not heavy & loaded[0]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -101,9 +101,9 @@ def test_laplace_of_a_gaussian_is_exact(tmp_path: Path) -> None:
 
 
 def test_nuts() -> None:
-    budget = methods.Budget(nuts_warmup=100, nuts_draws=150)
+    budget = methods.Budget(nuts_warmup=60, nuts_draws=100)
     draws, info = methods.seeded("NUTS", Stub(), 0, budget)
-    assert draws["beta"].shape == (150, 2)
+    assert draws["beta"].shape == (100, 2)
     assert info["divergences"] == 0 and info["acceptance_rate"] > 0.5
     sd = torch.linalg.inv(PRECISION).diagonal().sqrt()
     assert ((draws["beta"].mean(0) - LOC).abs() < 0.6 * sd).all()

@@ -108,7 +108,7 @@ class Batches(list):
 def test_minibatches(results):
     """Their surrogates and likelihoods are not scaled to all data."""
     by_batches = {
-        s: fit(lambda y, s=float(s): normal(y, s), batches=Batches(), epochs=60, **QUIET)
+        s: fit(lambda y, s=float(s): normal(y, s), batches=Batches(), epochs=30, **QUIET)
         for s in ("1.0", "1.5")
     }
     found = compare_models(by_batches, subsample=100, batches=Batches(), evidence=False, seed=1)

@@ -95,10 +95,10 @@ def autoregression(num_chains, length, dim=2, memory=0.7):
 
 
 def test_the_noise_of_the_reference_is_not_the_guides():
-    """Exact draws against chains of 2,000 draws that are worth 353 independent ones."""
-    reports = [compare(None, {"x": torch.randn(2000, 2)}, autoregression(4, 500)) for _ in range(8)]
+    """Exact draws against chains of 1,000 draws that are worth 176 independent ones."""
+    reports = [compare(None, {"x": torch.randn(1000, 2)}, autoregression(4, 250)) for _ in range(8)]
     sizes = [report.reference.independent_draws for report in reports]
-    assert np.mean(sizes) == pytest.approx(2000 * 0.3 / 1.7, rel=0.1)
+    assert np.mean(sizes) == pytest.approx(1000 * 0.3 / 1.7, rel=0.1)
     # The root mean square, which the floor is, of so many has a standard error of about 0.1.
     ratios = np.array([report.floor_ratio for report in reports])
     assert np.sqrt(np.square(ratios).mean()) == pytest.approx(1.0, abs=0.3)

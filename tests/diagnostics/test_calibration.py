@@ -177,10 +177,10 @@ def normal_model(y):
 def ranks_by(executor):
     pyro.set_rng_seed(3)
     result = simulation_based_calibration(
-        normal_model, exact_fit, torch.tensor(0.0), num_simulations=200, num_draws=19,
+        normal_model, exact_fit, torch.tensor(0.0), num_simulations=100, num_draws=9,
         executor=executor,
     )  # fmt: skip
-    assert result.is_calibrated and len(result.ranks["x"].unique()) == 20
+    assert result.is_calibrated and len(result.ranks["x"].unique()) == 10
     return result.ranks["x"]
 
 

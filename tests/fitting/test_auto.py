@@ -269,9 +269,9 @@ class CountingELBO(ImplicitELBO):
 def test_a_given_guide_is_trained_in_place():
     torch.set_default_dtype(torch.float64)
     guide, loss = AutoNormal(regression), CountingELBO(4)
-    result = fit(regression, guide, X, Y, loss=loss, num_steps=300, lr=0.05, seed=0, progress=False)
+    result = fit(regression, guide, X, Y, loss=loss, num_steps=150, lr=0.1, seed=0, progress=False)
     assert isinstance(result, Fit) and result.guide is guide
-    assert len(result.losses) == 300 and loss.calls == 301
+    assert len(result.losses) == 150 and loss.calls == 151
     assert result.bounds == {} and result.num_modes is None
     precision = X.T @ X / 0.25 + torch.eye(2) / 4
     mean = torch.linalg.solve(precision, X.T @ Y / 0.25)

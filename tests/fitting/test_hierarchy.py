@@ -32,7 +32,9 @@ from pyro_implicit.runtime.global_state import seeded
 from tests.two_processes import in_two_processes
 
 NUM_GROUPS = 2000
-QUICK = FitPolicy(hierarchy=HierarchyPolicy(num_pilot=50, num_starts=2, search_rounds=1))
+QUICK = FitPolicy(
+    hierarchy=HierarchyPolicy(num_pilot=50, num_starts=1, search_rounds=1, search_iterations=10)
+)
 
 
 def counts(y, num_groups=NUM_GROUPS):

@@ -110,7 +110,7 @@ def test_a_network_of_many_weights():
         with pyro.plate("rows", 200, subsample_size=len(x)):
             pyro.sample("label", dist.Categorical(logits=logits), obs=labels)
 
-    result = fit(model, "auto", batches=loader(x, labels), epochs=80, lr=0.03, **QUIET)
+    result = fit(model, "auto", batches=loader(x, labels), epochs=50, lr=0.03, **QUIET)
     assert isinstance(result.guide, AutoNormal) and result.chosen == "mean-field"
     found = Predictive(model, guide=result.posterior, num_samples=30)(x)["label"]
     share = (found.float().mean(0).round() == labels).float().mean().item()

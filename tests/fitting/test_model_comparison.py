@@ -99,7 +99,7 @@ def test_k_fold_in_parallel(results):
 
 def test_k_fold_names_observations_that_few_draws_explain():
     """Where draws are few, the mean of their densities is far below the exact one."""
-    y = torch.tensor([0.1, -0.3, 0.2, 0.0, -0.1, 4.0])
+    y = torch.tensor([0.1, -0.3, 0.2, 4.0])
 
     def mean(y, prior_sd):
         m = pyro.sample("m", dist.Normal(0.0, prior_sd))
@@ -107,9 +107,9 @@ def test_k_fold_names_observations_that_few_draws_explain():
             pyro.sample("y", dist.Normal(m, 0.2), obs=y)
 
     results = {str(sd): fit(mean, "auto", y, sd, seed=0, progress=False) for sd in (5.0, 10.0)}
-    message = r"is unreliable at . of 6 observations \(.*y\[5\];.*Cure: leave-one"
+    message = r"is unreliable at . of 4 observations \(.*y\[3\];.*Cure: leave-one"
     with pytest.warns(UserWarning, match=message):
-        found = compare_models(results, folds=6, evidence=False, seed=0)
+        found = compare_models(results, folds=4, evidence=False, seed=0)
     assert found.elpd["5.0"].isfinite().all()
 
 

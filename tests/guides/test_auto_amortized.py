@@ -48,7 +48,7 @@ def test_exact_posteriors_of_a_conjugate_model(tmp_path):
     x = data()
     loader = DataLoader(TensorDataset(x), batch_size=100, shuffle=True)
     result = fit(
-        conjugate, batches=loader, epochs=150, amortize="auto", lr=0.01, seed=0, progress=False
+        conjugate, batches=loader, epochs=100, amortize="auto", lr=0.01, seed=0, progress=False
     )
     assert [stage.name for stage in result.stages] == ["amortised"]
     assert isinstance(result.guide.rest, AutoSemiImplicit)

@@ -182,7 +182,7 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch):
 @MAY_BE_SHORT
 def test_seconds_end_warm_up_and_run():
     began = time.perf_counter()
-    result = short(max_epochs=10**4, max_seconds=2.0)
+    result = short(max_epochs=10**4, max_seconds=1.0)
     assert result.stopped == "max_seconds" and result.num_draws >= 1
     assert time.perf_counter() - began < 20.0
     assert result.warmup_gradients < result.num_gradients
@@ -193,10 +193,10 @@ def test_warns_of_draws_that_are_still_those_of_the_start():
         UserWarning,
         match=r"forgot their start only 0\.\d+ of.*Cure: more max_epochs \(about \d+\)",
     ) as caught:
-        result = short(step_size=0.01, max_epochs=20)
+        result = short(step_size=0.02, max_epochs=10)
     assert caught[0].filename == __file__ and result.choice.relaxations < 1
     epochs = int(str(caught[0].message).split("(about ")[1].split(")")[0])
-    assert 1.5 < short(step_size=0.01, max_epochs=epochs).choice.relaxations < 3
+    assert 1.5 < short(step_size=0.02, max_epochs=epochs).choice.relaxations < 3
 
 
 def test_a_run_cut_short_tells_of_its_own_relaxations(monkeypatch):

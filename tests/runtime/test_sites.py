@@ -14,7 +14,7 @@ from pyro.infer.reparam import LocScaleReparam
 
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, InjectiveELBO, fit, refine
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import HeldOut
+from pyro_implicit.fitting import FitPolicy, HeldOut, TrainingPolicy
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.sites import is_data, unplated_as_events, unplated_dims
 
@@ -162,6 +162,7 @@ def test_fit_and_refine(monkeypatch):
     assert refined.get_samples()["effect_1"].mean() == pytest.approx(-0.8, abs=0.3)
     # Many latents begin with a mean field of Pyro's.
     monkeypatch.setattr("pyro_implicit.fitting.refinement.MAX_DENSE_DIM", 1)
-    many = fit(in_a_plate, seed=0, progress=False)
+    policy = FitPolicy(training=TrainingPolicy(mean_field_steps=200))
+    many = fit(in_a_plate, seed=0, progress=False, policy=policy)
     assert "mean-field" in [stage.name for stage in many.stages]
     assert many.refined is not None and many.diagnose(progress=False).verdict != "do not trust"

@@ -106,7 +106,7 @@ def test_stiff_smooth_densities_are_as_without_slices():
         pyro.sample("x", dist.Normal(torch.zeros(3), scale.exp()).to_event(1))
 
     starts = {"scale": torch.randn(64), "x": torch.randn(64, 3)}
-    options = {"frame": "full", "num_chains": 64, "max_gradients": 3000, **QUIET}
+    options = {"frame": "full", "num_chains": 64, "max_gradients": 1500, **QUIET}
     found = refine(funnel, starts, **options)
     assert found.kernel == "hmc" and found.chains.adaptation.is_stiff
     never = refine(funnel, starts, policy=replace(DEFAULT, slice=SlicePolicy(max_dim=0)), **options)
