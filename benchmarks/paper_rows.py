@@ -158,12 +158,12 @@ ROWS = [
             ("gaussian", 0.5, 3.0),
             ("injective", 0.6, 3.0),
             ("livi", 0.8, 3.0),
-            ("kivi", 1.2, 3.0),
+            ("kivi", 2.4, 3.0),
             ("sivi", 1.3, 1.0),
         )
         if seed == 0 or encoder != "sivi"
     ),
-    autoencoder("kivi", 8, 500, 5.2, 4.0, 0, draws=100),
+    autoencoder("kivi", 8, 500, 10.4, 4.0, 0, draws=100),
     *(
         autoencoder(encoder, 10, 200, hours, value, seed)
         for seed in range(3)
