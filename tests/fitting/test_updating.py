@@ -294,7 +294,7 @@ def test_new_data_may_come_in_minibatches() -> None:
     loaders = [
         torch.utils.data.DataLoader(one, batch_size=50, shuffle=True) for one in y.split(200)
     ]
-    options = {"epochs": 60, "seed": 0, "progress": False}
+    options = {"epochs": 100, "seed": 0, "progress": False}
     first = fit(scaled, "auto", batches=loaders[0], **options)
     second = first.update(scaled, batches=loaders[1], **options)
     draws = second.sample(4_000)["x"]
