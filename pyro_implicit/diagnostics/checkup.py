@@ -390,7 +390,9 @@ def refuse_outside(target: Target, draws: dict[str, Tensor]) -> None:
     :param draws: by site, ``(num_draws, *site_shape)``.
     :raises ValueError: otherwise, with the name of the first such site.
     """
-    for name in target.shapes.keys() - set(target.sampled):
+    for name in target.shapes:
+        if name in target.sampled:
+            continue
         # In float32 the way back loses more than a narrow posterior in a wide support has.
         value, transform = draws[name].double(), target.transforms[name]
         if not is_close(transform(transform.inv(value)), value):

@@ -237,7 +237,7 @@ def _weigh(
     draws, _ = _sobol(modes, policy.num_draws)
     with result.stage("correct") as line:
         if _is_late(limit, draws):
-            line.outcome = "no time left: the draws are those of the Gaussian"
+            line.outcome = _warn_of_gaussian()
             return draws, None
         target.centre(modes.loc[0])
         few, most = policy.num_weighed
@@ -247,9 +247,7 @@ def _weigh(
             line.outcome = f"moments by {few} weights, effective sample size {found.efficiency:.1%}"
             return _moved(draws, points, found.smoothed.log_weights.exp()), found
         if _is_late(limit, draws):
-            line.outcome = (
-                f"{few} weights: {found}; no time left: the draws are those of the Gaussian"
-            )
+            line.outcome = f"{few} weights: {found}; {_warn_of_gaussian()}"
             return draws, None
         affordable = policy.most_evaluations / target.num_evaluations
         most = 2 ** int(math.log2(max(few, min(most, affordable))))
@@ -266,6 +264,15 @@ def _weigh(
             )
             return draws, None  # chains would take longer
         return draws, found
+
+
+def _warn_of_gaussian() -> str:
+    """Warn that no weights correct the draws; return the outcome of the stage."""
+    warn_user(
+        "max_seconds left no time for importance weights: the draws of the global variables are "
+        "those of the Gaussian at the mode. Cure: a larger max_seconds"
+    )
+    return "no time left: the draws are those of the Gaussian"
 
 
 def _widened(modes: Modes, widening: float) -> Modes:

@@ -218,8 +218,7 @@ class _Frame(nn.Module):
         for name, part in zip(_Pairs._fields, pairs, strict=True):
             ranks = [max(1, round(share * len(part))) for share in (0.25, 0.5, 0.75)]
             low, middle, high = (part.kthvalue(rank, 0).values for rank in ranks)
-            # More than half of the values may be equal.
-            # The quartiles of a standard normal distribution are 1.349 apart.
+            # Those of a standard normal are 1.349 apart; those of mostly equal values may coincide.
             scale = torch.where(high > low, (high - low) / 1.349, part.std(0))
             self.register_buffer(f"{name}_loc", middle)
             self.register_buffer(f"{name}_scale", torch.where(scale > 0, scale, 1.0))

@@ -362,7 +362,7 @@ def survives(value: Tensor, support: constraints.Constraint) -> bool:
 
 
 def is_close(again: Tensor, value: Tensor) -> bool:
-    """Return whether values that came back from unconstrained space are the same but for rounding.
+    """Return whether values that came back from unconstrained space are the same, up to rounding.
 
     :param again: the values that came back.
     :param value: the values before.

@@ -250,7 +250,10 @@ def test_without_time_for_weights_the_draws_are_those_of_the_gaussian(questions,
     target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
     stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(questions), result=Fit())
-    draws, found = _weigh(stages, target, modes)
+    with pytest.warns(
+        UserWarning, match="left no time for importance weights.* larger max_seconds"
+    ):
+        draws, found = _weigh(stages, target, modes)
     assert found is None and target.num_passes == (2 if number else 0)  # one passes to centre
     torch.testing.assert_close(draws.mean(0), modes.loc[0], atol=0.01, rtol=0)
     torch.testing.assert_close(draws.std(0), torch.full((2,), 3.0), atol=0.01, rtol=0)
