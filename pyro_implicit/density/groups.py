@@ -25,7 +25,7 @@ from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.policy import MAX_PRODUCT_DIM
-from pyro_implicit.ops.quadrature import log_integral, normal_rule
+from pyro_implicit.ops.quadrature import NormalRule, log_integral, normal_rule
 from pyro_implicit.runtime.sites import FlatPriorStart, is_data, is_discrete_latent, is_latent
 
 __all__ = ["Conditional", "Groups"]
@@ -126,7 +126,7 @@ class Groups:
             self._parts[name] = _Part(slice(start, start + rest.numel()), rest, dim)
             start += rest.numel()
         self.num_latents = start
-        self.sites, self._num_nodes = tuple(self._parts), GROUPS.num_nodes
+        self.sites, self._rule = tuple(self._parts), NormalRule(GROUPS.num_nodes)
         self._refuse_shared_data()
 
     @property
@@ -140,15 +140,15 @@ class Groups:
             and (_size_in(site, self.plate) is not None or name == self.plate)
         )
 
-    def on(self, batch: tuple, num_nodes: int | None = None) -> Groups:
+    def on(self, batch: tuple, rule: NormalRule | None = None) -> Groups:
         """Return the groups of another minibatch.
 
         :param batch: the last positional arguments of the model.
-        :param num_nodes: of the quadrature in each dimension.
+        :param rule: of the quadrature; by default that of these groups.
         """
         found = copy.copy(self)
         found.target = self.target.on(batch, seed=0)
-        found._num_nodes = num_nodes or self._num_nodes
+        found._rule = rule or self._rule
         trace = trace_model(self._drawn, found.target.args, found.target.kwargs)
         refuse_missing_data(trace, " of a minibatch")
         sizes = [_size_in(site, self.plate) for site in trace.nodes.values()]
@@ -158,7 +158,7 @@ class Groups:
     @property
     def num_nodes(self) -> int:
         """The number of nodes of the quadrature."""
-        return len(normal_rule(self.num_latents, self._num_nodes, self.target.init_loc)[1])
+        return len(normal_rule(self.num_latents, self._rule, self.target.init_loc)[1])
 
     def log_marginals(self, values: Values, start: Tensor | None = None) -> Tensor:
         r"""Return :math:`\log \int p(x_i, z_i | \theta)\, dz_i`, differentiable by the values.
@@ -172,7 +172,7 @@ class Groups:
         near = self.conditional({name: value.detach() for name, value in values.items()}, start)
         if self.num_latents > MAX_PRODUCT_DIM:
             near = self._moving(values, near)
-        nodes, log_weights = normal_rule(self.num_latents, self._num_nodes, near.mode)
+        nodes, log_weights = normal_rule(self.num_latents, self._rule, near.mode)
         points = near.place(nodes[None, :, None])
         terms = self.log_joint(values, points) + log_weights[:, None]
         volume = torch.linalg.slogdet(near.root).logabsdet

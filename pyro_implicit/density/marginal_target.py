@@ -14,6 +14,7 @@ from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.jacobian import hessian_products
+from pyro_implicit.ops.quadrature import NormalRule
 
 __all__ = ["MarginalTarget", "globals_only"]
 
@@ -64,7 +65,7 @@ class MarginalTarget(Target):
 
     :param groups: the groups of a first minibatch.
     :param batches: all minibatches; each evaluation iterates over them once.
-    :param num_nodes: of the quadrature, in each dimension.
+    :param rule: of the quadrature.
     :param has_all: whether the minibatches are all data. If they have fewer or more groups than
         the plate, as without a last minibatch that is too small, the sum is scaled.
     :raises ValueError: if all latent variables belong to groups.
@@ -78,11 +79,11 @@ class MarginalTarget(Target):
         self,
         groups: Groups,
         batches: Iterable[tuple],
-        num_nodes: int = GROUPS.num_nodes,
+        rule: NormalRule | None = None,
         has_all: bool = True,
     ) -> None:
         self.groups_of_batch, self.batches = groups, batches
-        self.num_nodes, self.has_all = num_nodes, has_all
+        self.rule, self.has_all = rule or NormalRule(GROUPS.num_nodes), has_all
         self.num_groups = self.num_evaluations = self.num_passes = 0
         self._order, self._offset = 1, 0.0
         self._centre: Tensor | None = None
@@ -96,9 +97,9 @@ class MarginalTarget(Target):
         super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
         self._fused = None
 
-    def with_nodes(self, num_nodes: int) -> MarginalTarget:
-        """Return the same posterior with another number of nodes."""
-        return MarginalTarget(self.groups_of_batch, self.batches, num_nodes, self.has_all)
+    def with_rule(self, rule: NormalRule) -> MarginalTarget:
+        """Return the same posterior with other nodes."""
+        return MarginalTarget(self.groups_of_batch, self.batches, rule, self.has_all)
 
     @torch.no_grad()
     def centre(self, latent: Tensor) -> None:
@@ -144,7 +145,7 @@ class MarginalTarget(Target):
         sums = torch.zeros(number, 1 + dim + dim * dim, dtype=torch.float64, device=latent.device)
         count = num_nodes = 0
         for batch in self.batches:
-            part = self.groups_of_batch.on(batch, self.num_nodes)
+            part = self.groups_of_batch.on(batch, self.rule)
             count += part.size
             start = None
             if self._centre is not None and number > 1:

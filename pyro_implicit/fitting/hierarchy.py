@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.parameters import model_parameters
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.fitting.refinement import affordable_chains
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
@@ -30,7 +33,8 @@ from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
-from pyro_implicit.ops.quadrature import normal_draws
+from pyro_implicit.ops.policy import MAX_PRODUCT_DIM
+from pyro_implicit.ops.quadrature import NormalRule, normal_draws, normal_rule
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
@@ -83,19 +87,20 @@ def _fit(stages: Stages) -> Fit:
             max_iterations=policy.search_iterations,
             max_seconds=_search_seconds(stages),
         )
-        num_nodes, shift = _choose_nodes(pilot, modes, stages)
+        rule, shift = _choose_rule(pilot, modes, stages)
+        number = len(normal_rule(groups.num_latents, rule, modes.loc)[1])
         line.outcome = (
             f"{len(modes.loc)} mode{'s'[: len(modes.loc) > 1]} of {pilot.num_groups} groups; "
-            f"{num_nodes} nodes, error {shift:.1g} sd"
+            f"{number} nodes, error {shift:.1g} sd"
         )
         if not shift <= policy.max_shift:
             warn_user(
-                f"the integrals over the latents of groups are inexact: with {num_nodes} nodes in "
-                f"each dimension the posterior may be off by {shift:.2g} standard deviations. "
+                f"the integrals over the latents of groups are inexact: with {number} nodes "
+                f"the posterior may be off by {shift:.2g} standard deviations. "
                 "Cure: other coordinates of the latents of groups, in which their conditional "
                 "posteriors are closer to normal"
             )
-    target = MarginalTarget(groups, _Pass(stages.batches), num_nodes)
+    target = MarginalTarget(groups, _Pass(stages.batches), rule)
     with result.stage("marginal") as line:
         modes = _climb_all(target, modes, stages)
         result.num_modes = len(modes.loc)
@@ -163,24 +168,48 @@ def _few(groups: Groups, batch: tuple, number: int) -> tuple:
     return batch
 
 
-def _choose_nodes(pilot: MarginalTarget, modes: Modes, stages: Stages) -> tuple[int, float]:
-    r"""Return the least number of nodes that suffices, and its estimated error.
+def _choose_rule(pilot: MarginalTarget, modes: Modes, stages: Stages) -> tuple[NormalRule, float]:
+    r"""Return the smallest quadrature that suffices, or the best one, and its estimated error.
 
-    The error is :math:`|F^\top (g - g')|` of the scores g, g' of two numbers of nodes, where
+    The error is :math:`|F^\top (g - g')|` of the scores g, g' of two rules, where
     :math:`F F^\top` is the covariance of the posterior. It grows as the root of the number of
     groups.
     """
     policy = stages.policy.hierarchy
-    at, root = modes.loc[:1], modes.scale_tril[0]
-    score, shift = pilot.score(at)[1], math.inf
-    growth = math.sqrt(max(1.0, pilot.groups_of_batch.full_size / pilot.num_groups))
-    for number, more in zip(policy.num_nodes, policy.num_nodes[1:], strict=False):
-        after = pilot.with_nodes(more).score(at)[1]
-        shift = growth * (root.mT @ (after - score)[0]).norm().item()
+    at, root, groups = modes.loc[:1], modes.scale_tril[0], pilot.groups_of_batch
+
+    @functools.cache
+    def score(rule: NormalRule) -> Tensor:
+        trial = pilot.with_rule(rule)
+        found = (trial.score(at)[1] @ root).squeeze(0)
+        return math.sqrt(max(1.0, groups.full_size / trial.num_groups)) * found
+
+    best, least = NormalRule(policy.num_nodes[-1]), math.inf
+    for rule, others in _rules(groups.num_latents, policy):
+        errors = torch.stack([score(other) - score(rule) for other in others])
+        shift = errors.square().sum(-1).mean().sqrt().item()
         if shift <= policy.max_shift:
-            return number, shift
-        score = after
-    return policy.num_nodes[-1], shift
+            return rule, shift
+        if shift < least:
+            best, least = others[-1], shift
+    return best, least
+
+
+def _rules(
+    num_latents: int, policy: HierarchyPolicy
+) -> Iterator[tuple[NormalRule, list[NormalRule]]]:
+    """Yield rules from cheap to expensive, each with those to compare it with.
+
+    A product rule is compared with the next number of nodes. An error of random nodes may be small
+    by chance: these are compared with as many nodes of other seeds.
+    """
+    if num_latents <= MAX_PRODUCT_DIM:
+        for size, more in itertools.pairwise(policy.num_nodes):
+            yield NormalRule(size), [NormalRule(more)]
+    else:
+        for size, scale in itertools.product(policy.num_nodes, policy.scales):
+            rules = [NormalRule(size, scale, seed) for seed in range(policy.num_seeds)]
+            yield rules[0], rules[1:]
 
 
 def _climb_all(target: MarginalTarget, modes: Modes, stages: Stages) -> Modes:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,47 +12,68 @@ from torch import Tensor
 
 from pyro_implicit.ops.policy import MAX_PRODUCT_DIM
 
-__all__ = ["log_integral", "normal_draws", "normal_rule"]
+__all__ = ["NormalRule", "log_integral", "normal_draws", "normal_rule"]
 
 
-def normal_rule(dim: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+class NormalRule(NamedTuple):
+    """Options of :func:`normal_rule`.
+
+    **Example:**
+
+    >>> NormalRule(size=15)
+    NormalRule(size=15, scale=1.0, seed=0)
+    """
+
+    #: Nodes per dimension of a product rule; in more than three dimensions about ``size**2``
+    #: nodes in all, a power of two.
+    size: int
+
+    #: Scale of the nodes: more than 1 for integrands with heavier tails than a normal density.
+    scale: float = 1.0
+
+    #: Seed of the random nodes.
+    seed: int = 0
+
+
+def normal_rule(dim: int, rule: NormalRule, like: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return nodes t and log-weights for :math:`\int f(t) dt \approx \sum_k e^{w_k} f(t_k)`.
 
     Up to three dimensions this is the product of Gauss-Hermite rules, exact if f is a standard
     normal density times a polynomial of degree ``2 * size - 1`` in each coordinate. In more
-    dimensions the nodes are the normal quantiles of Sobol points of a fixed seed, with the
-    importance weights of the normal density.
+    dimensions the nodes are the normal quantiles of Sobol points, with the importance weights of
+    the normal density.
 
     **Example:**
 
-    >>> nodes, log_weights = normal_rule(1, 5, torch.zeros((), dtype=torch.float64))
+    >>> nodes, log_weights = normal_rule(1, NormalRule(5), torch.zeros((), dtype=torch.float64))
     >>> normal = torch.distributions.Normal(0.0, 1.0).log_prob(nodes.squeeze(-1))
     >>> print(f"{(log_weights.exp() * normal.exp() * nodes.squeeze(-1) ** 4).sum():.4f}")
     3.0000
 
     :param dim: the number of dimensions.
-    :param size: nodes per dimension of a product rule; in more than three dimensions
-        about ``size**2`` nodes in all, a power of two.
+    :param rule: the number of nodes, their scale and their seed.
     :param like: a tensor of the dtype and device of the result.
     :returns: ``(num_nodes, dim)`` and ``(num_nodes,)``.
     """
     if dim <= MAX_PRODUCT_DIM:
-        points, weights = np.polynomial.hermite_e.hermegauss(size)
+        points, weights = np.polynomial.hermite_e.hermegauss(rule.size)
         line, log_line = torch.from_numpy(points), torch.from_numpy(weights).log()
         nodes = torch.cartesian_prod(*[line] * dim).reshape(-1, dim)
         log_weights = torch.cartesian_prod(*[log_line] * dim).reshape(-1, dim).sum(-1)
     else:
-        number = max(2 ** round(2 * math.log2(size)), 4 * 2 ** math.ceil(math.log2(2 * dim)))
-        nodes = normal_draws(number // 2, dim, torch.empty((), dtype=torch.float64, device="cpu"))
+        number = max(2 ** round(2 * math.log2(rule.size)), 4 * 2 ** math.ceil(math.log2(2 * dim)))
+        like_cpu = torch.empty((), dtype=torch.float64, device="cpu")
+        nodes = normal_draws(number // 2, dim, like_cpu, rule.seed)
         # The jackknife compares two halves; each has the moments of a normal up to the third.
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator().manual_seed(rule.seed)
         nodes = nodes[torch.randperm(number // 2, generator=random, device="cpu")]
         nodes = torch.cat(
             [sign * _standardised(half) for half in nodes.chunk(2) for sign in (1, -1)]
         )
         log_weights = nodes.new_full((number,), 0.5 * dim * math.log(2 * math.pi))
         log_weights = log_weights - math.log(number)
-    return nodes.to(like), (log_weights + 0.5 * nodes.square().sum(-1)).to(like)
+    log_weights = log_weights + 0.5 * nodes.square().sum(-1) + dim * math.log(rule.scale)
+    return (rule.scale * nodes).to(like), log_weights.to(like)
 
 
 def normal_draws(number: int, dim: int, like: Tensor, seed: int = 0) -> Tensor:

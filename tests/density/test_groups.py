@@ -14,6 +14,7 @@ from scipy import stats
 from scipy.special import polygamma
 
 from pyro_implicit.density import Groups, MarginalTarget, groups
+from pyro_implicit.ops.quadrature import NormalRule
 
 NUM_GROUPS = 40
 
@@ -88,7 +89,7 @@ def test_counts_against_the_negative_binomial(model):
     exact = dist.NegativeBinomial(values["shape"][:, None], 1 / (1 + rate)).log_prob(y)
     if model is events:
         exact, y = 4 * exact, y[:, None].expand(-1, 4)
-    found = Groups(model, (y,)).on((y,), 41).log_marginals(values)
+    found = Groups(model, (y,)).on((y,), NormalRule(41)).log_marginals(values)
     # Product rules; in four dimensions 2,048 draws, for shapes as skewed as 1.5.
     close = {"rtol": 0, "atol": 1e-6 if model is counts else 0.06}
     torch.testing.assert_close(found, exact, **close)
@@ -299,7 +300,7 @@ def test_random_nodes_follow_the_values_smoothly(at_once):
             pyro.sample("y", dist.Poisson(z).to_event(1), obs=y)
 
     y = dist.Poisson(dist.Gamma(2.0 * torch.arange(1.0, 5.0), 0.8).sample((100,))).sample()
-    target = MarginalTarget(Groups(model, (y,)), [(y,)], num_nodes=25)
+    target = MarginalTarget(Groups(model, (y,)), [(y,)], NormalRule(25))
     at = torch.tensor([0.7, -0.2])
     points = at + torch.tensor([[0.0, 0.0], [1e-3, 0.0], [0.0, 1e-3], [2e-3, -2e-3]])
     target.centre(at)

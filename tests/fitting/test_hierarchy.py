@@ -20,13 +20,15 @@ from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
 from pyro_implicit.fitting.hierarchy import (
-    _choose_nodes,
+    _choose_rule,
     _climb_all,
     _log_weights,
     _moved,
     _weigh,
 )
 from pyro_implicit.guides import AutoHierarchical
+from pyro_implicit.ops.matrices import lower_factor
+from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
 from tests.two_processes import in_two_processes
@@ -158,9 +160,50 @@ def test_the_error_of_a_pilot_grows_with_the_root_of_the_number_of_groups():
     modes = Modes(torch.tensor([[0.7, -0.7]]), torch.eye(2).unsqueeze(0), torch.zeros(1))
     for size in (40, 4000):
         groups = Groups(lambda y, size=size: counts(y, size), (y,))
-        pilot = MarginalTarget(groups, [(y,)], 5, has_all=False)
-        shifts.append(_choose_nodes(pilot, modes, SimpleNamespace(policy=policy))[1])
+        pilot = MarginalTarget(groups, [(y,)], NormalRule(5), has_all=False)
+        shifts.append(_choose_rule(pilot, modes, SimpleNamespace(policy=policy))[1])
     assert shifts[1] == pytest.approx(10 * shifts[0], rel=1e-3) and shifts[0] > 0
+
+
+@pytest.mark.usefixtures("double")
+def test_the_error_of_random_nodes_is_that_of_the_exact_density():
+    """Of counts with four latents each; of normal data the smallest rule is exact."""
+
+    def counts_of_four(y, is_normal=False):
+        shape, rate = (pyro.sample(name, dist.LogNormal(0.0, 1.0)) for name in ("shape", "rate"))
+        prior = dist.Gamma(shape * torch.arange(1.0, 5.0), rate).to_event(1)
+        with pyro.plate("groups", len(y)):
+            if is_normal:
+                prior = dist.Normal(shape.unsqueeze(-1), rate.unsqueeze(-1)).expand([4]).to_event(1)
+            z = pyro.sample("z", prior)
+            fn = dist.Normal(z, 1.0) if is_normal else dist.Poisson(z)
+            pyro.sample("y", fn.to_event(1), obs=y)
+
+    with seeded(0):
+        y = dist.Poisson(dist.Gamma(2.0 * torch.arange(1.0, 5.0), 0.8).sample((100,))).sample()
+    at = torch.tensor([0.7, -0.2], requires_grad=True)
+    shape, rate = at.exp()
+    exact = dist.NegativeBinomial(shape * torch.arange(1.0, 5.0), 1 / (1 + rate)).log_prob(y).sum()
+    (score,) = torch.autograd.grad(exact - 0.5 * at.square().sum(), at, create_graph=True)
+    hessian = torch.stack([torch.autograd.grad(part, at, retain_graph=True)[0] for part in score])
+    root = lower_factor(torch.linalg.cholesky(torch.linalg.inv(-hessian)))
+    modes = Modes(at.detach().unsqueeze(0), root.unsqueeze(0), torch.zeros(1))
+
+    policy = FitPolicy(hierarchy=HierarchyPolicy(num_nodes=(9, 25)))
+    stages = SimpleNamespace(policy=policy)
+    pilot = MarginalTarget(Groups(counts_of_four, (y,)), [(y,)])
+    rule, estimate = _choose_rule(pilot, modes, stages)
+    others = [pilot.with_rule(rule._replace(seed=seed)) for seed in range(8)]
+    found = torch.cat([other.score(at.detach().unsqueeze(0))[1] for other in others])
+    error = ((found - score) @ root).square().sum(-1).mean().sqrt().item()
+    assert rule.scale > 1
+    assert 0.5 * estimate < 2**0.5 * error < 2 * estimate < 1
+
+    def normal(y):
+        counts_of_four(y, is_normal=True)
+
+    rule, estimate = _choose_rule(MarginalTarget(Groups(normal, (y,)), [(y,)]), modes, stages)
+    assert rule == NormalRule(9) and estimate < 1e-6
 
 
 def test_modes_far_below_the_best_are_dropped():
@@ -232,7 +275,7 @@ def test_weights_double_while_there_is_time(doublings, number):
 
 
 def test_weights_that_max_seconds_ends_are_named():
-    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
+    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)])
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
     stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(3), result=Fit())
     with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
@@ -247,7 +290,7 @@ def test_weights_that_max_seconds_ends_are_named():
 
 @pytest.mark.parametrize(("questions", "number"), [(0, 0), (1, 32)])
 def test_without_time_for_weights_the_draws_are_those_of_the_gaussian(questions, number):
-    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], 9)
+    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)])
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
     stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(questions), result=Fit())
     with pytest.warns(
@@ -266,7 +309,8 @@ def test_the_number_of_weights_depends_on_nodes_and_groups():
     policy = FitPolicy(hierarchy=HierarchyPolicy(most_evaluations=8 * 9 * 256.0))
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
     for num_nodes, number in ((9, 256), (18, 128)):
-        target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], num_nodes)
+        rule = NormalRule(num_nodes)
+        target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], rule)
         stages = SimpleNamespace(policy=policy, limit=Clock(99), result=Fit())
         assert len(_weigh(stages, target, modes)[1]) == number
 

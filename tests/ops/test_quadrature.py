@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from pyro_implicit.ops.quadrature import log_integral, normal_draws, normal_rule
+from pyro_implicit.ops.quadrature import NormalRule, log_integral, normal_draws, normal_rule
 
 LIKE = torch.zeros((), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("dim", "size"), [(1, 5), (2, 4), (3, 3), (5, 9), (8, 9)])
 def test_moments_of_a_standard_normal(dim, size):
-    nodes, log_weights = normal_rule(dim, size, LIKE)
+    nodes, log_weights = normal_rule(dim, NormalRule(size), LIKE)
     normal = -0.5 * nodes.square().sum(-1) - 0.5 * dim * math.log(2 * math.pi)
     weights = (log_weights + normal).exp()
     assert weights.sum().item() == pytest.approx(1, abs=1e-12)
@@ -29,10 +29,21 @@ def test_moments_of_a_standard_normal(dim, size):
         assert fourth.item() == pytest.approx(3 if dim == 1 else 1, abs=1e-10)
 
 
+@pytest.mark.parametrize("dim", [1, 3, 5])
+def test_scale_and_seed(dim):
+    """A normal density of the same scale is integrated exactly."""
+    rules = [NormalRule(9, scale=1.5, seed=seed) for seed in (0, 1)]
+    for nodes, log_weights in (normal_rule(dim, rule, LIKE) for rule in rules):
+        scaled = torch.distributions.Normal(LIKE, LIKE + 1.5).log_prob(nodes).sum(-1)
+        assert log_integral(scaled + log_weights, dim).item() == pytest.approx(0, abs=1e-12)
+    one, two = (normal_rule(dim, rule, LIKE)[0] for rule in rules)
+    assert torch.equal(one, two) == (dim <= 3)  # only random nodes have a seed
+
+
 @pytest.mark.parametrize("dim", [1, 2, 5])
 def test_integral_of_another_density(dim):
     """The logarithm of a product of logistic densities of unit mass."""
-    nodes, log_weights = normal_rule(dim, 41, LIKE)
+    nodes, log_weights = normal_rule(dim, NormalRule(41), LIKE)
     scale = 2**0.5  # the logistic density has the curvature 1/2 at its mode
     points = scale * nodes
     logistic = (-points - 2 * torch.nn.functional.softplus(-points)).sum(-1)
