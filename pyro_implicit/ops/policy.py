@@ -16,6 +16,7 @@ __all__ = [
     "MAX_ENTRIES",
     "MAX_LOG_GATE",
     "MAX_MEDIAN_SAMPLES",
+    "MAX_REPEATED",
     "MAX_SKEW",
     "MAX_TAIL",
     "NEAR_ZERO",
@@ -31,6 +32,8 @@ __all__ = [
 MAX_ENTRIES = 2**24
 #: Rows up to which batches of matrices are factored elementwise, to avoid the overhead of LAPACK.
 SMALL_MATRIX = 4
+#: Share of equal samples up to which a Stein test takes them for the result of resampling.
+MAX_REPEATED = 0.5
 #: Samples whose distances enter a median bandwidth: sorting more costs more than the kernel.
 MAX_MEDIAN_SAMPLES = 128
 #: Pareto k-hat above which importance weights are unreliable; Vehtari et al. (2024), section 3.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.ops.density_ratio import Covariance, standardize
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel, squared_distances
+from pyro_implicit.ops.policy import MAX_REPEATED
 from pyro_implicit.runtime.messages import refuse_nonpositive
 
 __all__ = [
@@ -266,6 +267,9 @@ def stein_test(samples: Tensor, scores: Tensor, num_bootstrap: int = 1000) -> St
     The statistic is :math:`\frac{1}{n(n-1)} \sum_{i \ne j} u(x_i, x_j)`, with u of
     :func:`stein_gram`. Under the density its asymptotic distribution is that of the same sum with
     each term times :math:`\epsilon_i \epsilon_j`, for random signs :math:`\epsilon`.
+    Where a few samples are equal, as after resampling, they are not independent: their terms are
+    left out like those of i = j, and they have the same sign. If most are equal, as draws of a few
+    particles, this shows that they do not come from the density.
 
     **Example:**
 
@@ -287,10 +291,13 @@ def stein_test(samples: Tensor, scores: Tensor, num_bootstrap: int = 1000) -> St
     """
     gram = stein_gram(samples, scores)
     size = gram.diagonal().mean()
-    gram.fill_diagonal_(0.0)
+    distinct, place = samples.unique(dim=0, return_inverse=True)
+    if len(distinct) < (1 - MAX_REPEATED) * len(samples):
+        place = torch.arange(len(samples), device=samples.device)
+    gram.masked_fill_(place.unsqueeze(-1) == place, 0.0)
     num_pairs = len(samples) * (len(samples) - 1)
     statistic = gram.sum() / num_pairs
-    signs = torch.randint_like(gram[:, :1].expand(-1, num_bootstrap), 2) * 2 - 1
+    signs = torch.randint_like(gram[:, :1].expand(-1, num_bootstrap), 2)[place] * 2 - 1
     null = (signs * (gram @ signs)).sum(0) / num_pairs
     p_value = (1 + (null >= statistic).sum().item()) / (1 + num_bootstrap)
     return SteinTest(statistic.item(), (statistic / size).item(), p_value)

@@ -53,12 +53,17 @@ def test_statistic_leaves_the_diagonal_out():
     assert found.relative == pytest.approx((expected / gram.diagonal().mean()).item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("dim", [1, 5])
-def test_p_values_are_uniform_under_the_density(dim):
+@pytest.mark.parametrize(("dim", "is_resampled"), [(1, False), (5, False), (5, True)])
+def test_p_values_are_uniform_under_the_density(dim, is_resampled):
+    """Also of draws resampled by importance weights, of which a third are equal."""
     p_values = []
     for seed in range(200):
         torch.manual_seed(seed)
         x = torch.randn(100, dim)
+        if is_resampled:
+            x = 1.3 * torch.randn(200, dim)
+            log_weights = -0.5 * (1 - 1.3**-2) * x.square().sum(-1)
+            x = x[torch.multinomial(log_weights.exp(), 100, replacement=True)]
         p_values.append(stein_test(x, -x, num_bootstrap=200).p_value)
     p = torch.tensor(p_values)
     # A share of 0.1 has standard error 0.021, of 0.5 one of 0.035.
@@ -71,6 +76,13 @@ def test_p_values_are_uniform_under_the_density(dim):
 def test_rejects_what_is_too_narrow(dim, seed):
     torch.manual_seed(seed)
     x = 0.8 * torch.randn(1000, dim)
+    assert stein_test(x, -x).p_value < 0.01
+
+
+def test_rejects_draws_of_few_particles():
+    torch.manual_seed(0)
+    particles = torch.randn(20, 2)
+    x = particles[torch.randint(20, (1000,))]
     assert stein_test(x, -x).p_value < 0.01
 
 
