@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structure: no cycles of files, numbers in policy modules, one module and class per name."""
+"""Structure: no cycles of files, numbers in policy modules, no private parts of torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import pyro_implicit
 
@@ -65,6 +66,49 @@ def constants(tree: ast.Module) -> Iterator[str]:
 def test_numbers_that_decide_stand_in_policy_modules(file: Path) -> None:
     if not file.name.startswith("policy"):
         assert not list(constants(TREES[file]))
+
+
+PRIVATE = {
+    name
+    for owner in (
+        *(torch, torch.Tensor, torch.nn, torch.nn.Module(), torch.autograd, torch.fx, torch.cuda),
+        *(torch.fx.Graph(), torch.fx.Node, torch.ops.aten.add.Tensor),
+    )
+    for name in dir(owner)
+    if name.startswith("_") and not name.endswith("__")
+} - {"_base", "_indices", "_stack"}  # names of Pyro's and our own, too
+NEEDED = {
+    # The official name, "Extending PyTorch" in torch's documentation.
+    ("compiled/recorder.py", "torch.utils._python_dispatch"),
+    # The counter of changes in place that "Autograd mechanics" describes.
+    ("compiled/recorder.py", "_version"),
+    ("compiled/program.py", "_version"),
+    # Lookups of these dictionaries see a replaced parameter; attributes of a PyroModule draw.
+    ("compiled/program.py", "_parameters"),
+    ("compiled/program.py", "_buffers"),
+    ("compiled/program.py", "_modules"),
+}
+
+
+def private_parts(tree: ast.Module) -> Iterator[str]:
+    """The private names of torch that a module uses, on other objects than its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            if any(part.startswith("_") for part in str(node.module).split(".")):
+                yield str(node.module)
+        elif isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "super()") and not owner.startswith(("torch.ops.", "aten")):
+                yield node.attr
+
+
+def test_no_private_parts_of_torch() -> None:
+    found = {
+        (file.relative_to(ROOT).as_posix(), name)
+        for file, tree in TREES.items()
+        for name in private_parts(tree)
+    }
+    assert found == NEEDED
 
 
 def test_no_two_modules_or_classes_share_a_name() -> None:

@@ -18,7 +18,14 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx
 
 from pyro_implicit.compiled.policy import RECORDINGS
-from pyro_implicit.compiled.recorder import ACTIVE, Recorder, must_run, touches
+from pyro_implicit.compiled.recorder import (
+    ACTIVE,
+    Operation,
+    Recorder,
+    must_run,
+    schema_of,
+    touches,
+)
 from pyro_implicit.runtime.trees import flatten, unflatten
 
 __all__ = ["FusedGraph"]
@@ -180,7 +187,7 @@ class _Planner:
         if (part := _part_of(node)) is not None and node not in self.fixed:
             return *part[:2], node.meta["shape"]
         if (
-            not isinstance(target, torch._ops.OpOverload)
+            not isinstance(target, Operation)
             or node in self.fixed
             or node in self.sums
             or "shape" not in node.meta
@@ -190,7 +197,7 @@ class _Planner:
         if target in _VIEWS:
             return target, _kind(node.args[0]), node.meta["shape"]
         parts = []
-        for arg, declared in zip(node.args, target._schema.arguments, strict=False):
+        for arg, declared in zip(node.args, schema_of(target).arguments, strict=False):
             if isinstance(arg, (list, tuple)) and any(isinstance(one, fx.Node) for one in arg):
                 return None
             is_number = isinstance(arg, float) and str(declared.type) == "Tensor"
@@ -440,7 +447,7 @@ def _part_of(node: Node) -> tuple[Node, int, int] | None:
     """Return the tensor of which a node is a part, the dimension, and the first element."""
     if node.target is aten.select.int:
         source, dim, start = node.args
-    elif node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+    elif node.op == "call_function" and not isinstance(node.target, Operation):
         split, i = node.args
         if split.target is not aten.split_with_sizes.default:
             return None

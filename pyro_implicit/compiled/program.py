@@ -14,8 +14,16 @@ from torch import Tensor, fx, nn
 
 from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
-from pyro_implicit.compiled.recorder import Untraceable, is_random, must_run, record, touches
+from pyro_implicit.compiled.recorder import (
+    Operation,
+    Untraceable,
+    is_random,
+    must_run,
+    record,
+    touches,
+)
 from pyro_implicit.compiled.replay import Function, replayed
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.memory import keep_freed_memory
 from pyro_implicit.runtime.messages import first_line
 
@@ -63,11 +71,11 @@ class _Writer:
             self.scope[name] = self.constants[node.target]  # type: ignore[index]
         elif node.op == "output":
             self.lines.append(f"return {self._show(node.args[0])}")
-        elif isinstance(node.target, torch._ops.OpOverload):
+        elif isinstance(node.target, Operation):
             arguments = [self._show(arg) for arg in node.args]
             arguments += [f"{key}={self._show(value)}" for key, value in node.kwargs.items()]
-            # The kernel itself, without torch's Python wrapper.
-            self.scope[f"f{name}"] = node.target._op
+            # The kernel itself, without torch's Python wrapper, where torch gives it.
+            self.scope[f"f{name}"] = getattr(node.target, "op", node.target)
             self.lines.append(f"{name} = f{name}({', '.join(arguments)})")
         else:
             values, i = (self._show(arg) for arg in node.args)
@@ -85,11 +93,13 @@ class _Writer:
         exec(head + "".join(f"    {line}\n" for line in self.lines), self.scope)
         run = self.scope["run"]
 
-        def below_autograd(inputs: Sequence[Tensor]) -> list[Tensor]:
-            with torch._C._AutoDispatchBelowAutograd():
-                return run(inputs)
+        def without_autograd(inputs: Sequence[Tensor]) -> list[Tensor]:
+            with torch.inference_mode():
+                found = run(inputs)
+            # A caller may change tensors of its own in place, but none of inference mode.
+            return [part.clone() if part.is_inference() else part for part in found]
 
-        return below_autograd
+        return without_autograd
 
     def _show(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -384,32 +394,19 @@ def compile_graph(
     :raises CompilerError: if there is no compiler, or it fails.
     """
     module, held = _without_attributes(graph, constants)
-    examples = [tensor.detach() for tensor in (*inputs, *held)]
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about its own internals
-            compiled = _compile(module, examples)
-    except Exception as error:
-        raise CompilerError(first_line(error)) from error
+    compiled = torch.compile(module, fullgraph=True, options={"fallback_random": True})
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             return list(compiled(*inputs, *held))
 
+    try:
+        with same_streams(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about its own internals
+            run([tensor.clone() for tensor in inputs])
+    except Exception as error:
+        raise CompilerError(first_line(error)) from error
     return run
-
-
-def _compile(module: fx.GraphModule, examples: list[Tensor]) -> Any:
-    # Imported here, as they take seconds.
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    # Without an environment of symbolic shapes, inductor looks for no graphs on disk.
-    fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with tracing(TracingContext(fake)):
-        return compile_fx(module, examples, config_patches={"fallback_random": True})
 
 
 def _without_attributes(

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pyro
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
+from torch.fx.operator_schemas import get_signature_for_torch_op
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,14 +28,34 @@ from pyro_implicit.runtime.trees import leaves_of
 __all__ = [
     "ACTIVE",
     "DispatchMode",
+    "Operation",
     "Recorder",
     "Untraceable",
     "is_random",
     "is_tracing",
     "must_run",
     "record",
+    "schema_of",
     "touches",
 ]
+
+
+Operation: type = type(torch.ops.aten.add.Tensor)
+"""The class of torch's operations, one for each signature."""
+
+
+@functools.cache
+def schema_of(operation: Any) -> Any:
+    """Return the declaration of an operation.
+
+    **Example:**
+
+    >>> [argument.name for argument in schema_of(torch.ops.aten.add.Tensor).arguments]
+    ['self', 'other', 'alpha']
+    """
+    _, schemas = get_signature_for_torch_op(operation, return_schemas=True)
+    assert schemas is not None
+    return schemas[0]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -40,7 +63,9 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True would load the compiler, which takes seconds
+        # True loads the compiler, which takes seconds. The hook is private to torch: without it,
+        # recordings are the same.
+        return False
 
 
 class _Active(threading.local):
@@ -154,7 +179,7 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, Operation):
             raise self.refuse(f"it uses the higher-order operator {func}")
         tensors: list[Tensor] = []
         map_aggregate((args, kwargs), lambda x: tensors.append(x) if isinstance(x, Tensor) else x)
@@ -170,11 +195,11 @@ class Recorder(DispatchMode):
             raise self.refuse("it draws from a generator of its own")
         if any(known):
             self._check_values_unread(func, args)
-        elif not (is_random or func._schema.is_mutable) and (
+        elif not (is_random or schema_of(func).is_mutable) and (
             self._folds or torch.Tag.data_dependent_output in func.tags
         ):
             return self._compute(func, args, kwargs, tensors)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             self._note_writes(func, args, kwargs)
         for tensor in tensors:
             if tensor not in self._nodes:
@@ -231,9 +256,10 @@ class Recorder(DispatchMode):
         self._capture(tensor)
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
-        # Such nodes stand before all operations.
-        first = next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
-        with self.graph.inserting_before(first):
+        # Such nodes stand before all operations; without any, at the end.
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        before = nullcontext() if first is None else self.graph.inserting_before(first)
+        with before:
             node = self.graph.get_attr(name)
         _describe(node, tensor, self._key(tensor))
         return node
@@ -265,7 +291,7 @@ class Recorder(DispatchMode):
         raise self.refuse("it makes a tensor whose size depends on values (a mask as index)")
 
     def _note_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
-        for i, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             written = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -317,7 +343,7 @@ def touches(node: fx.Node, mutated: set[int]) -> bool:
 
 
 def _is_part(node: fx.Node) -> bool:
-    return not isinstance(node.target, torch._ops.OpOverload)
+    return not isinstance(node.target, Operation)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -328,7 +354,7 @@ def is_random(node: fx.Node) -> bool:
 def must_run(node: fx.Node) -> bool:
     """Tell whether a node has an effect beside its value."""
     return is_random(node) or (
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        isinstance(node.target, Operation) and schema_of(node.target).is_mutable
     )
 
 

@@ -279,7 +279,7 @@ def forget(guide: AutoGuide) -> None:
 
 def registered(guide: AutoGuide, name: str) -> Any:
     """Return a module of a guide, with its parameters in the store inside a call of the guide."""
-    module = guide._modules.get(name)
+    module: Any = dict(guide.named_children()).get(name)
     # With local parameters, a PyroModule announces them on access.
     is_local = module is None or pyro.settings.get("module_local_params")
     if is_local or not guide._pyro_context.active:

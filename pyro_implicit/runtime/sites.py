@@ -266,10 +266,9 @@ def owned_by(module: nn.Module) -> Iterator[tuple[str, Owned]]:
         if not isinstance(part, PyroModule):
             continue
         prefix = f"{part._pyro_name}." if part._pyro_name else ""
-        for local, value in part._parameters.items():
+        for local, value in part.named_parameters(recurse=False, remove_duplicate=False):
             name = local.removesuffix("_unconstrained")
-            if value is not None:
-                yield prefix + name, Owned(value, *part._pyro_params.get(name, ())[:1])
+            yield prefix + name, Owned(value, *part._pyro_params.get(name, ())[:1])
 
 
 def put_into_store(name: str, own: Owned) -> None:

@@ -81,7 +81,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *torch._foreach_mul(ctx.gradients, factor))
+        return (None, None, *(gradient * factor for gradient in ctx.gradients))
 
 
 class _Plain(NamedTuple):
