@@ -22,7 +22,7 @@ from pyro_implicit.compiled.program import (
     RandomState,
     RecordedFunction,
 )
-from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
+from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_recorded, is_tracing
 from pyro_implicit.runtime.messages import first_line, refuse_unknown, warn_user
 from pyro_implicit.runtime.trees import flatten, unflatten
 
@@ -41,6 +41,7 @@ __all__ = [
     "check_mode",
     "disagreement",
     "flatten_arguments",
+    "is_recorded",
     "is_tracing",
 ]
 

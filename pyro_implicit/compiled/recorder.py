@@ -32,6 +32,7 @@ __all__ = [
     "Recorder",
     "Untraceable",
     "is_random",
+    "is_recorded",
     "is_tracing",
     "must_run",
     "record",
@@ -87,6 +88,11 @@ class _AliasedConstant(Untraceable):
 def is_tracing() -> bool:
     """Tell whether this thread records a function, so that no value may be read from a tensor."""
     return ACTIVE.recorder is not None
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Tell whether a tensor depends on an input of the function that this thread records."""
+    return ACTIVE.recorder is not None and ACTIVE.recorder.is_known(tensor)
 
 
 def record(

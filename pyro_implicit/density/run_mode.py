@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
-from pyro_implicit.compiled import is_tracing
+from pyro_implicit.compiled import is_recorded, is_tracing
 from pyro_implicit.ops.log_space import log_forward, log_ndtr
 from pyro_implicit.ops.matrices import normal_by_precision
 
@@ -54,9 +54,9 @@ class RunMode(TorchFunctionMode):
 
     Outside and inside of ``vmap``, a matrix without a factor or an inverse gives NaN instead of an
     error, with gradient 0, so that only its own run has no density; and ``log_ndtr`` has accurate
-    derivatives far from the data. Inside ``vmap`` alone, a tensor has a truth value or a number if
-    all runs agree on it, elements can be set through a mask, and tensors made by the model can be
-    written to.
+    derivatives far from the data; and elements can be set through a mask inside of ``vmap`` and in
+    recordings. Inside ``vmap`` alone, a tensor has a truth value or a number if all runs agree on
+    it, and tensors made by the model can be written to.
 
     **Example:**
 
@@ -313,10 +313,12 @@ def _of_all(key: Any) -> Any:
     if isinstance(key, tuple):
         found = tuple(map(_of_all, key))
         return key if all(map(operator.is_, found, key)) else found
-    if not isinstance(key, Tensor) or key.dtype != torch.bool:
+    if not isinstance(key, Tensor) or key.dtype != torch.bool or is_recorded(key):
         return key
     runs = all_runs(key)
-    return key if runs is None or (runs != runs[0]).any() else runs[0]
+    if runs is None or is_recorded(runs) or (runs != runs[0]).any():
+        return key
+    return runs[0]
 
 
 def _get_elements(func: Callable, tensor: Tensor, key: Any) -> Tensor:
@@ -328,10 +330,10 @@ def _get_elements(func: Callable, tensor: Tensor, key: Any) -> Tensor:
 
 
 def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
-    """``tensor[mask] = number`` without an index of dynamic length."""
+    """``tensor[mask] = number`` without an index of dynamic length, where the mask may change."""
     key = _of_all(key)
     is_mask = isinstance(key, Tensor) and key.dtype == torch.bool
-    if not is_mask or all_runs(key) is None:
+    if not is_mask or not (is_recorded(key) or all_runs(key) is not None):
         return func(tensor, key, value)
     if isinstance(value, Tensor) and value.numel() != 1:
         return func(tensor, key, value)
@@ -412,6 +414,7 @@ _EVERYWHERE: dict[Any, Callable] = {
         _spectral,
     ),
     torch.special.log_ndtr: lambda func, value: log_ndtr(value),
+    Tensor.__setitem__: _set_elements,
 }
 _IN_VMAP: dict[Any, Callable] = {
     Tensor.__bool__: _is_true,
@@ -423,7 +426,6 @@ _IN_VMAP: dict[Any, Callable] = {
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     torch.einsum: _einsum,
     Tensor.__getitem__: _get_elements,
-    Tensor.__setitem__: _set_elements,
     Tensor.data.__get__: lambda func, tensor, *args: tensor.detach(),  # type: ignore[attr-defined]
 }
 _FRESH = (

@@ -63,8 +63,19 @@ def vectors(y):
         pyro.sample(f"y_{i}", dist.Normal(mean, 1.0), obs=y[i])
 
 
+def compositions(y):
+    """Multinomial densities set elements through masks of the latents."""
+    total = pyro.sample("total", dist.Gamma(4.0, 1.0))
+    share = pyro.sample("share", dist.Dirichlet(torch.ones(4)))
+    for i in pyro.plate("groups", len(y)):
+        own = pyro.sample(f"own_{i}", dist.Dirichlet(total * share))
+        pyro.sample(f"y_{i}", dist.Multinomial(int(y[i].sum()), probs=own), obs=y[i])
+
+
 def data(kind):
     y = torch.randn(SIZE)
+    if kind is compositions:
+        return (4 * y.abs()).round().reshape(-1, 4)
     if kind in (groups, sequential_plate):
         return (4 * y.abs()).round()
     if kind is markov:
@@ -80,7 +91,7 @@ def derivatives(log_prob, points):
     return value.detach(), score.detach(), product
 
 
-MODELS = [groups, sequential_plate, markov, recurrence, vectors]
+MODELS = [groups, sequential_plate, markov, recurrence, vectors, compositions]
 
 
 @pytest.mark.parametrize("model", MODELS)
