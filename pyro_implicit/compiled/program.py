@@ -16,10 +16,12 @@ from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import (
     Operation,
+    Recorder,
     Untraceable,
     is_random,
     must_run,
     record,
+    schema_of,
     touches,
 )
 from pyro_implicit.compiled.replay import Function, replayed
@@ -122,6 +124,8 @@ _SAME_SHAPE = {
     *(aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor),
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.as_strided.default),
 }
+_ELEMENTWISE = {aten.select.int, aten.select_scatter.default}
+_WRITES = {aten.select_scatter.default, aten.slice_scatter.default, aten.as_strided_scatter.default}
 _COPIES = {aten._to_copy.default, aten.clone.default}
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
@@ -155,12 +159,69 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
             graph.erase_node(node)
 
 
+def stack_writes(graph: fx.Graph) -> None:
+    """Replace writes to elements of a new tensor by one stack of these elements, in place.
+
+    :param graph: of a function whose writes ``torch.func.functionalize`` replaced by new tensors.
+    :raises Untraceable: if other writes are left.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.copy.default and _is_copy_of(node, node.args[1]):
+            node.replace_all_uses_with(node.args[1])
+    for node in list(graph.nodes):
+        if node.target is aten.select.int:
+            source, dim, index = node.args
+            written, source = _writes(source, dim)
+            node.args = (source, dim, index)
+            size = source.meta["shape"][dim]
+            if (part := written.get(index % size)) is not None:
+                node.replace_all_uses_with(part)
+        elif node.target is aten.select_scatter.default:
+            dim = node.args[2]
+            written, source = _writes(node, dim)
+            with graph.inserting_before(node):
+                parts = [
+                    written.get(i) or _selected(graph, source, dim, i)
+                    for i in range(node.meta["shape"][dim])
+                ]
+                stack = graph.call_function(aten.stack.default, (parts, dim))
+            stack.meta.update(node.meta)
+            node.replace_all_uses_with(stack, lambda user: user.target not in _ELEMENTWISE)
+    graph.eliminate_dead_code()
+    if any(node.target in _WRITES for node in graph.nodes):
+        raise Untraceable("it changes tensors in place")
+
+
+def _writes(node: fx.Node, dim: int) -> tuple[dict[int, fx.Node], fx.Node]:
+    """Return what was written along a dimension, by place, and the tensor before these writes."""
+    found: dict[int, fx.Node] = {}
+    while node.target is aten.select_scatter.default and node.args[2] == dim:
+        before, part, _, index = node.args
+        found.setdefault(index % node.meta["shape"][dim], part)  # type: ignore[arg-type]
+        node = before  # type: ignore[assignment]
+    return found, node
+
+
+def _selected(graph: fx.Graph, source: fx.Node, dim: int, index: int) -> fx.Node:
+    found = graph.call_function(aten.select.int, (source, dim, index))
+    shape, stride = list(source.meta["shape"]), list(source.meta["stride"])
+    del shape[dim], stride[dim]
+    found.meta.update(source.meta, shape=torch.Size(shape), stride=tuple(stride))
+    return found
+
+
+def _is_copy_of(node: fx.Node, value: Any) -> bool:
+    return all(value.meta[k] == node.meta[k] for k in ("shape", "dtype", "device"))
+
+
 def _make_functional(nodes: Sequence[fx.Node]) -> bool:
     """Replace writes by new tensors, if each of the nodes is a write to the one before it."""
     new: list[Any] = []
     for before, node in pairwise(nodes):
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.name.endswith("_") or node.args[:1] != (before,):
+        if not isinstance(node.target, Operation) or node.args[:1] != (before,):
+            return False
+        schema = schema_of(node.target)
+        if not schema.name.endswith("_"):
             return False
         # A write keeps its dtype, where a new tensor would be promoted.
         if {n.meta["dtype"] for n in node.all_input_nodes} - {node.meta["dtype"], torch.bool}:
@@ -315,25 +376,21 @@ class FusedFunction:
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], like: Tensor) -> None:
-        results: list[Tensor] = []
-
-        def once() -> list[Tensor]:
-            results.append(function(example))
-            return results
-
-        with torch.enable_grad():
-            example = like.detach().clone().requires_grad_()
-            recorder = record(once, [example])
+        recorder, result = _record_one(function, like)
         graph = recorder.graph
         if any(tensor.requires_grad for tensor, _ in recorder.captured):
             raise Untraceable("it has parameters")
         if any(node.target is aten.detach.default and node.users for node in graph.nodes):
             raise Untraceable("it detaches tensors from their gradient")
-        if _has_own_gradients(results[0]):
+        if _has_own_gradients(result):
             raise Untraceable("it has gradients of its own")
+        if any(map(is_random, graph.nodes)):
+            raise Untraceable("it is random")
         simplify(graph, recorder.mutated)
-        if recorder.mutated or any(map(is_random, graph.nodes)):
-            raise Untraceable("it changes tensors in place, or is random")
+        if recorder.mutated:
+            recorder, _ = _record_one(torch.func.functionalize(function), like)
+            stack_writes(recorder.graph)
+            simplify(recorder.graph, recorder.mutated)
         self._fused, self._guard = FusedGraph(recorder), Guard(recorder.captured, ())
         if not self._fused.pays:
             raise Untraceable("its operations differ")
@@ -345,6 +402,18 @@ class FusedFunction:
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the function's result for another tensor of the same shape."""
         return self._fused([tensor])[0]
+
+
+def _record_one(function: Callable[[Tensor], Tensor], like: Tensor) -> tuple[Recorder, Tensor]:
+    results: list[Tensor] = []
+
+    def once() -> list[Tensor]:
+        results.append(function(example))
+        return results
+
+    with torch.enable_grad():
+        example = like.detach().clone().requires_grad_()
+        return record(once, [example]), results[0]
 
 
 def _has_own_gradients(tensor: Tensor) -> bool:

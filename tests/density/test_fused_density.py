@@ -63,6 +63,21 @@ def vectors(y):
         pyro.sample(f"y_{i}", dist.Normal(mean, 1.0), obs=y[i])
 
 
+def writes(y):
+    """Numbers and rows are written to tensors, twice or never, and read in between."""
+    sd = pyro.sample("sd", dist.HalfNormal(1.0))
+    level, table = torch.zeros(len(y) + 1), torch.ones(2, len(y), 2)
+    for t in range(len(y)):
+        level[t] = 3.0  # which the next line replaces
+        level[t] = pyro.sample(f"x_{t}", dist.Normal(0.9 * level[t - 1], sd))
+        if t % 5:
+            table[:, t] = torch.stack([level[t], level[t - 1]]).exp()
+    level[-1] += 1.0
+    with pyro.plate("rows", len(y)):
+        spread = table.sum((0, 2)) + level[-1] ** 2
+        pyro.sample("y", dist.Normal(level[1:], spread), obs=y)
+
+
 def compositions(y):
     """Multinomial densities set elements through masks of the latents."""
     total = pyro.sample("total", dist.Gamma(4.0, 1.0))
@@ -91,7 +106,7 @@ def derivatives(log_prob, points):
     return value.detach(), score.detach(), product
 
 
-MODELS = [groups, sequential_plate, markov, recurrence, vectors, compositions]
+MODELS = [groups, sequential_plate, markov, recurrence, vectors, compositions, writes]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -149,6 +164,20 @@ def test_sites_of_a_loop_run_as_one():
     fused = target._fused._function._fused
     assert fused.num_nodes > RECORDINGS.least_operations
     assert fused.num_steps < 0.1 * fused.num_nodes
+
+
+def test_other_writes_run_as_they_are():
+    def model(y):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        x = torch.zeros(len(y) + 1)
+        for t in range(len(y)):
+            x[t : t + 2] = pyro.sample(f"x_{t}", dist.Normal(torch.zeros(2), scale).to_event(1))
+            pyro.sample(f"y_{t}", dist.Normal(x[t], 1.0), obs=y[t])
+
+    target = Target(model, data(model))
+    points = 0.3 * torch.randn(3, target.latent_dim)
+    torch.testing.assert_close(target.score(points)[0], target._by_model(points))
+    assert "changes tensors in place" in target._fused.refusal
 
 
 def test_short_models_run_as_they_are():
