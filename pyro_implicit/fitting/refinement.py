@@ -320,7 +320,7 @@ def move_draws(
                 f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
                 + _cure(result.target, refined)
             )
-    elif refined.reparams:
+    elif refined.reparams and not result.target.summed_out:  # the guide runs the plain model
         _teach_conditional(stages, refined)
     elif result.chosen == "mean-field":
         teach_moments(stages, refined.moving())

@@ -176,7 +176,9 @@ def test_other_writes_run_as_they_are():
 
     target = Target(model, data(model))
     points = 0.3 * torch.randn(3, target.latent_dim)
-    torch.testing.assert_close(target.score(points)[0], target._by_model(points))
+    for _ in range(2):
+        found = target.score(points)[0]
+    torch.testing.assert_close(found, target._by_model(points))
     assert "changes tensors in place" in target._fused.refusal
 
 

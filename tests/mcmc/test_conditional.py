@@ -182,7 +182,24 @@ def taken_names():
         pyro.sample("other", dist.Normal(tau * z, SIGMA), obs=Y.flip(0))
 
 
+def switches(how="enumerated"):
+    """Each observation is of the group or of a wider normal: enumerated or summed by hand."""
+    mean, scale = pyro.sample("mean", dist.Normal(0.0, 2.0)), pyro.sample("scale", dist.Gamma(2, 1))
+    with pyro.plate("groups", 4):
+        x = pyro.sample("x", dist.Normal(mean, scale))
+        if how == "enumerated":
+            wide = pyro.sample("wide", dist.Bernoulli(0.2))
+            pyro.sample("y", dist.Normal(x, SIGMA * (1 + 2 * wide)), obs=Y)
+            return
+        narrow, wide = (dist.Normal(x, SIGMA * factor).log_prob(Y) for factor in (1, 3))
+        total = torch.logaddexp(narrow + math.log(0.8), wide + math.log(0.2))
+        if how == "impossible":  # the second derivative of this is not a number
+            total = torch.logaddexp(total, total - 1e9)
+        pyro.factor("y", total)
+
+
 MODELS = {
+    "enumerated": (switches, ["x"]),
     "taken names": (taken_names, ["z", "x"]),
     "by hand": (by_hand, ["level", "z"]),
     "series": (series, ["start", "z"]),
@@ -482,6 +499,18 @@ def test_chains_settle_in_a_horseshoe_written_by_hand():
     drawn = found.get_samples()["tau"].log()
     assert abs(drawn.mean() - expected) < 0.1 * spread
     assert abs(drawn.std() / spread - 1) < 0.1
+
+
+@pytest.mark.parametrize(("how", "tolerance"), [("enumerated", 1e-9), ("impossible", 1e-3)])
+def test_the_map_is_that_of_the_sum_by_hand(how, tolerance):
+    expected, found = (
+        ConditionalNoise(Target(partial(switches, one)), torch.tensor([0.5, 0.2] + [0.4] * 4))
+        for one in ("by hand", how)
+    )
+    one, other = found.reparams["x"], expected.reparams["x"]
+    assert other.precision.max() > 0.1
+    torch.testing.assert_close(one.precision, other.precision, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(one.information, other.information, rtol=tolerance, atol=1e-9)
 
 
 def test_without_data_it_is_the_non_centred_form():

@@ -388,17 +388,33 @@ def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
 
 
 def own_hessians(
-    target: Target, point: Tensor, score: Tensor, sites: list[Tensor], policy: SpacePolicy
-) -> list[tuple[Tensor, Tensor]]:
+    score_of: Callable[[Tensor], Tensor], point: Tensor, sites: list[Tensor], policy: SpacePolicy
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Return the Hessian of each site, ``(count, size, count, size)``, of all in one call.
 
     For many columns, return estimates of its diagonal blocks, ``(count, size, size)``, by random
-    signs (Hutchinson): the other blocks cancel. The second result is the sum of the squares of
-    each row, ``(count, size)``: those of products with random signs have this mean.
+    signs (Hutchinson): the other blocks cancel. With each Hessian goes the sum of the squares of
+    each row, ``(count, size)``: those of products with random signs have this mean. Differences of
+    scores replace second derivatives that are not finite.
 
+    :param score_of: the score at points ``(num_points, latent_dim)``, with its graph.
+    :param point: ``(1, latent_dim)``.
     :param sites: for each site, its places in the latent vector, ``(count, size)``.
     :param policy: the limits.
+    :returns: the score at the point, and the Hessians.
     """
+    point = point.detach().requires_grad_()
+    score = score_of(point)
+
+    def products_of(some: Tensor) -> Tensor:
+        exact = hessian_products(score, point, some)
+        if exact.isfinite().all():
+            return exact
+        steps = policy.difference * some
+        ends = [(point + step).detach().requires_grad_() for step in (steps, -steps)]
+        ahead, behind = map(score_of, ends)
+        return ((ahead - behind) / (2 * policy.difference)).detach().unsqueeze(1)
+
     signs, directions = [], []
     for columns in sites:
         count, size = columns.shape
@@ -416,7 +432,7 @@ def own_hessians(
         [
             product
             for some in torch.cat(directions).split(policy.columns_at_once)
-            for product in hessian_products(score, point, some)
+            for product in products_of(some)
         ]
     )
     found = []
@@ -428,7 +444,7 @@ def own_hessians(
             rows = torch.einsum("kb,kjbi->bij", sign, rows) / policy.num_probes
             squares = squares / policy.num_probes
         found.append((rows, squares))
-    return found
+    return score.detach(), found
 
 
 def data_information(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -623,20 +624,20 @@ def _block(
 
 def _whole(analysis: _Analysis, shapes: Mapping[str, torch.Size]) -> tuple[Tensor, Tensor, Tensor]:
     """Return W, h and l of a block without a series."""
-    target, middle, _, _, policy = analysis
+    _, middle, _, _, policy = analysis
     columns, loc, scale = analysis.prior(shapes)
     is_dense = len(columns) <= policy.max_dense
     rows, size = (1, len(columns)) if is_dense else (len(columns), 1)
     columns, loc, scale = (one.reshape(rows, size) for one in (columns, loc, scale))
     with torch.enable_grad():
-        point = middle.unsqueeze(0).requires_grad_()
-        score = analysis.score_of_rest(point, shapes)
-        curvature = -own_hessians(target, point, score, [columns], policy)[0][0]
+        score_of = functools.partial(analysis.score_of_rest, names=shapes)
+        score, hessians = own_hessians(score_of, middle.unsqueeze(0), [columns], policy)
+        curvature = -hessians[0][0]
     others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
     value, loc = middle[columns] / scale, loc / scale
     prior = dist.MultivariateNormal(loc, torch.eye(size).to(value))
-    found = data_information(prior, curvature, score[0, columns].detach() * scale, value)
+    found = data_information(prior, curvature, score[0, columns] * scale, value)
     precision, information = (one[0] if is_dense else one.flatten() for one in found)
     return precision, information, loc.flatten()
 
@@ -645,7 +646,7 @@ def _expansion(
     analysis: _Analysis, shapes: Mapping[str, torch.Size]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return W, h and l at the mode of the latents given the others, in double precision."""
-    target, middle, _, _, policy = analysis
+    _, middle, _, _, policy = analysis
     columns, loc, scale = analysis.prior(shapes)
     loc, scale = (loc / scale).double(), scale.double()
     identity = torch.eye(len(columns)).to(loc)

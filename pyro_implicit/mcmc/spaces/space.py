@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -357,8 +358,6 @@ def dependent_sites(target: Target, point: Tensor) -> list[str]:
     :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
         an error there, no sites are found.
     """
-    if target.summed_out:
-        return []
     # Distinct steps, so that differences of latents change as well.
     step = torch.linspace(0.1, 0.2, len(point)).to(point)
     try:
@@ -368,7 +367,9 @@ def dependent_sites(target: Target, point: Tensor) -> list[str]:
     return [
         name
         for name in target.shapes
-        if ConditionalReparam.suits_site(one[name]) and _differ(one[name]["fn"], other[name]["fn"])
+        if name in one  # no prior that depends on summed-out latents
+        and ConditionalReparam.suits_site(one[name])
+        and _differ(one[name]["fn"], other[name]["fn"])
     ]
 
 
@@ -592,8 +593,6 @@ class ConditionalNoise(Space):
         suffix = unused_suffix(self.target.shapes, nodes)
         places = noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
-            point.requires_grad_()
-            score = score_of_rest(noise, point, sites)
             sizes = [
                 places[name].shape[-1] if ConditionalReparam.is_vector(nodes[name]["fn"]) else 1
                 for name in sites
@@ -601,12 +600,13 @@ class ConditionalNoise(Space):
             all_columns = [
                 places[name].reshape(-1, size) for name, size in zip(sites, sizes, strict=True)
             ]
-            hessians = own_hessians(noise, point, score, all_columns, policy)
+            score_of = functools.partial(score_of_rest, noise, sites=sites)
+            score, hessians = own_hessians(score_of, point, all_columns, policy)
             of_sites = zip(sites, sizes, all_columns, hessians, strict=True)
             for name, size, columns, (hessian, squares) in of_sites:
                 fn, place, curvature = nodes[name]["fn"], places[name], -hessian
                 is_vector = ConditionalReparam.is_vector(fn)
-                gradient, value = score[0, columns].detach(), point[0, columns].detach()
+                gradient, value = score[0, columns], point[0, columns]
                 if is_coupled(fn, curvature, squares, policy):
                     coupled.append(name)
                 found = data_information(
