@@ -386,22 +386,23 @@ class _Analysis(NamedTuple):
         shapes = self.target.shapes
         return [one for one in shapes if one != name and _broadcasts(shapes[one], shapes[name])]
 
-    def moved(self, moves: Tensor, name: str, other: str) -> Tensor:
-        """Return the moves of another latent for each element, ``(num_points, numel)``."""
-        parts = self.target.split(moves)
-        shape = self.target.shapes[name]
-        lacking = (1,) * (len(shape) - len(self.target.shapes[other]))
-        part = parts[other]
-        part = part.reshape(len(moves), *lacking, *part.shape[1:])
-        return part.expand(len(moves), *shape).reshape(len(moves), -1)
+    def moved(self, moves: Tensor, name: str, others: Iterable[str]) -> list[Tensor]:
+        """Return the moves of other latents for each element, ``(num_points, numel)``."""
+        parts, shape, found = self.target.split(moves), self.target.shapes[name], []
+        for other in others:
+            lacking = (1,) * (len(shape) - len(self.target.shapes[other]))
+            part = parts[other].reshape(len(moves), *lacking, *self.target.shapes[other])
+            found.append(part.expand(len(moves), *shape).reshape(len(moves), -1))
+        return found
 
     def held(self, moves: Tensor, factors: Mapping[str, Powers]) -> Tensor:
         """Return points at which others have moved, and products with factors have not."""
         points = self.middle + moves
         places = self.target.split(torch.arange(len(self.middle), device=moves.device))
         for name, powers in factors.items():
+            moved = self.moved(moves, name, powers)
             log_scale: Any = sum(
-                power / 2 * self.moved(moves, name, one) for one, power in powers.items()
+                power / 2 * one for power, one in zip(powers.values(), moved, strict=True)
             )
             place = places[name].flatten()
             points[:, place] = self.middle[place] * torch.as_tensor(-log_scale).exp()
@@ -412,7 +413,7 @@ class _Analysis(NamedTuple):
         log_scale = self.written[name](self.middle + moves).log()
         log_scale = 2 * (log_scale - log_scale.mean(0))
         others = self.others(name)
-        moved = torch.stack([self.moved(moves, name, one) for one in others], -1)
+        moved = torch.stack(self.moved(moves, name, others), -1)
         moved = (moved - moved.mean(0)).flatten(0, 1)
         if not log_scale.isfinite().all():
             return {}
@@ -441,7 +442,7 @@ class _Analysis(NamedTuple):
         points = self.held(moves, factors)
         scale = base_distribution(self.nodes[name]["fn"]).scale.expand(shape).flatten()[watched]
         told_at = scale.square() * _curvatures(self, points, name, place[watched])
-        moved = [self.moved(moves, name, other)[:, watched] for other in others]
+        moved = [one[:, watched] for one in self.moved(moves, name, others)]
         powers = _law(told_at, torch.stack(moved, -1), policy)
         if powers is None:
             return None
