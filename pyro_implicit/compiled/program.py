@@ -391,6 +391,8 @@ class FusedFunction:
             recorder, _ = _record_one(torch.func.functionalize(function), like)
             stack_writes(recorder.graph)
             simplify(recorder.graph, recorder.mutated)
+        if recorder.mutated:
+            raise Untraceable("it changes tensors in place")
         self._fused, self._guard = FusedGraph(recorder), Guard(recorder.captured, ())
         if not self._fused.pays:
             raise Untraceable("its operations differ")

@@ -23,7 +23,9 @@ def function():
 
 x = torch.randn(8, 8, dtype=torch.float64)
 recorded = RecordedFunction(function, [x])
+before = torch.get_rng_state()
 recorded.compile([x])
+assert torch.equal(torch.get_rng_state(), before)
 x = torch.randn(8, 8, dtype=torch.float64)
 torch.manual_seed(0)
 found = recorded([x])

@@ -324,6 +324,23 @@ def test_what_fails_before_the_chains_start_leaves_the_guide_too(monkeypatch):
     assert result.guide is guide and result.stages[-1].outcome.startswith("failed")
 
 
+def test_a_hierarchy_next_to_discrete_latents_is_refined_in_its_noise():
+    y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0]) / 10
+
+    def model():
+        mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        with pyro.plate("groups", 8):
+            x = pyro.sample("x", dist.Normal(mean, scale))
+            wide = pyro.sample("wide", dist.Bernoulli(0.2))
+            pyro.sample("y", dist.Normal(x, 0.5 + wide), obs=y)
+
+    result = fit(model, seed=0, refine=True, progress=False)
+    assert set(result.refined.reparams) == {"x"}
+    assert not any("failed" in stage.outcome for stage in result.stages)
+    assert set(result.guide()) >= {"mean", "scale", "x"}
+
+
 def test_a_start_that_training_would_not_leave_is_moved():
     y = torch.tensor([0.3, -0.2, 0.1])
 
