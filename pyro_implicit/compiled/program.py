@@ -93,10 +93,12 @@ class _Writer:
         if self.inputs:
             head += f"    {', '.join(self.inputs)}, = inputs\n"
         exec(head + "".join(f"    {line}\n" for line in self.lines), self.scope)
-        run = self.scope["run"]
+        run, is_plain = self.scope["run"], all(map(_is_plain, self.constants.values()))
 
         def without_autograd(inputs: Sequence[Tensor]) -> list[Tensor]:
-            with torch.inference_mode():
+            # Inference mode takes less time, but has no views of tensor subclasses.
+            is_fast = is_plain and all(map(_is_plain, inputs))
+            with torch.inference_mode() if is_fast else torch.no_grad():
                 found = run(inputs)
             # A caller may change tensors of its own in place, but none of inference mode.
             return [part.clone() if part.is_inference() else part for part in found]
@@ -115,6 +117,10 @@ class _Writer:
         name = f"value{len(self.scope)}"
         self.scope[name] = value
         return name
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 aten = torch.ops.aten

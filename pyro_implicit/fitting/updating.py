@@ -25,6 +25,7 @@ from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
+from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.sites import (
     constrained_parts,
     is_data,
@@ -140,7 +141,7 @@ def _integrated(posterior: Any, names: set[str]) -> Target | None:
             return None
         draws = posterior.sample(policy.num_weighed[0])
         few = {name: draws[name] for name in names}
-        targets = [MarginalTarget(groups, [args], number) for number in policy.num_nodes]
+        targets = [MarginalTarget(groups, [args], NormalRule(n)) for n in policy.num_nodes]
         log_probs = [one.log_prob(one.unconstrain(few)) for one in targets]
         for target, log_prob, other in zip(targets, log_probs, log_probs[1:], strict=False):
             if (other - log_prob).std() < policy.max_shift:
