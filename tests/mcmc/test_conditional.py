@@ -923,6 +923,7 @@ def test_latents_that_discrete_ones_make():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
         pyro.sample("level", dist.Normal(2 * which, scale))
 
+    assert dependent_sites(Target(model), torch.zeros(2)) == []
     walked = NoiseMap(Target(model))
     points = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(walked.to_latent(points), points)
