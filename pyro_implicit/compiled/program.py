@@ -165,14 +165,14 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
             graph.erase_node(node)
 
 
-def stack_writes(graph: fx.Graph) -> None:
+def _stack_writes(graph: fx.Graph) -> None:
     """Replace writes to elements of a new tensor by one stack of these elements, in place.
 
     :param graph: of a function whose writes ``torch.func.functionalize`` replaced by new tensors.
     :raises Untraceable: if other writes are left.
     """
     for node in list(graph.nodes):
-        if node.target is aten.copy.default and _is_copy_of(node, node.args[1]):
+        if node.target is aten.copy.default and _is_alike(node, node.args[1]):
             node.replace_all_uses_with(node.args[1])
     for node in list(graph.nodes):
         if node.target is aten.select.int:
@@ -214,10 +214,6 @@ def _selected(graph: fx.Graph, source: fx.Node, dim: int, index: int) -> fx.Node
     del shape[dim], stride[dim]
     found.meta.update(source.meta, shape=torch.Size(shape), stride=tuple(stride))
     return found
-
-
-def _is_copy_of(node: fx.Node, value: Any) -> bool:
-    return all(value.meta[k] == node.meta[k] for k in ("shape", "dtype", "device"))
 
 
 def _make_functional(nodes: Sequence[fx.Node]) -> bool:
@@ -395,7 +391,7 @@ class FusedFunction:
         simplify(graph, recorder.mutated)
         if recorder.mutated:
             recorder, _ = _record_one(torch.func.functionalize(function), like)
-            stack_writes(recorder.graph)
+            _stack_writes(recorder.graph)
             simplify(recorder.graph, recorder.mutated)
         if recorder.mutated:
             raise Untraceable("it changes tensors in place")

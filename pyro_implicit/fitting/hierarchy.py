@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.parameters import model_parameters
-from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.fitting.refinement import affordable_chains
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
@@ -33,7 +31,6 @@ from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
-from pyro_implicit.ops.policy import MAX_PRODUCT_DIM
 from pyro_implicit.ops.quadrature import NormalRule, normal_draws, normal_rule
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
@@ -185,7 +182,7 @@ def _choose_rule(pilot: MarginalTarget, modes: Modes, stages: Stages) -> tuple[N
         return math.sqrt(max(1.0, groups.full_size / trial.num_groups)) * found
 
     best, least = NormalRule(policy.num_nodes[-1]), math.inf
-    for rule, others in _rules(groups.num_latents, policy):
+    for rule, others in policy.rules(groups.num_latents):
         errors = torch.stack([score(other) - score(rule) for other in others])
         shift = errors.square().sum(-1).mean().sqrt().item()
         if shift <= policy.max_shift:
@@ -193,23 +190,6 @@ def _choose_rule(pilot: MarginalTarget, modes: Modes, stages: Stages) -> tuple[N
         if shift < least:
             best, least = others[-1], shift
     return best, least
-
-
-def _rules(
-    num_latents: int, policy: HierarchyPolicy
-) -> Iterator[tuple[NormalRule, list[NormalRule]]]:
-    """Yield rules from cheap to expensive, each with those to compare it with.
-
-    A product rule is compared with the next number of nodes. An error of random nodes may be small
-    by chance: these are compared with as many nodes of other seeds.
-    """
-    if num_latents <= MAX_PRODUCT_DIM:
-        for size, more in itertools.pairwise(policy.num_nodes):
-            yield NormalRule(size), [NormalRule(more)]
-    else:
-        for size, scale in itertools.product(policy.num_nodes, policy.scales):
-            rules = [NormalRule(size, scale, seed) for seed in range(policy.num_seeds)]
-            yield rules[0], rules[1:]
 
 
 def _climb_all(target: MarginalTarget, modes: Modes, stages: Stages) -> Modes:

@@ -8,7 +8,9 @@ from operation counts. "posteriordb" and "zoo" mean ``benchmarks/posteriordb`` a
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +19,13 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
 from pyro_implicit.diagnostics.policy import EFFORT, Thresholds
 from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.ops import LogWeights
-from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
+from pyro_implicit.ops.policy import (
+    EVEN_EFFICIENCY,
+    FINITE_VARIANCE_KHAT,
+    MAX_PRODUCT_DIM,
+    RELIABLE_KHAT,
+)
+from pyro_implicit.ops.quadrature import NormalRule
 
 __all__ = [
     "DEFAULT",
@@ -603,6 +611,22 @@ class HierarchyPolicy:
         number = weights.efficiency * len(weights)
         is_even = weights.efficiency > self.near_normal
         return is_even or (weights.khat < self.max_khat and number > self.least_effective)
+
+    def rules(self, num_latents: int) -> Iterator[tuple[NormalRule, list[NormalRule]]]:
+        """Yield rules from cheap to expensive, each with those to compare it with.
+
+        A product rule is compared with the next number of nodes. An error of random nodes may be
+        small by chance: these are compared with as many nodes of other seeds.
+
+        :param num_latents: of each group.
+        """
+        if num_latents <= MAX_PRODUCT_DIM:
+            for size, more in itertools.pairwise(self.num_nodes):
+                yield NormalRule(size), [NormalRule(more)]
+        else:
+            for size, scale in itertools.product(self.num_nodes, self.scales):
+                rules = [NormalRule(size, scale, seed) for seed in range(self.num_seeds)]
+                yield rules[0], rules[1:]
 
 
 @dataclass(frozen=True)

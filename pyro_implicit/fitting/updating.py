@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import wraps
 from typing import Any, ClassVar
 
 import pyro
@@ -141,11 +141,15 @@ def _integrated(posterior: Any, names: set[str]) -> Target | None:
             return None
         draws = posterior.sample(policy.num_weighed[0])
         few = {name: draws[name] for name in names}
-        targets = [MarginalTarget(groups, [args], NormalRule(n)) for n in policy.num_nodes]
-        log_probs = [one.log_prob(one.unconstrain(few)) for one in targets]
-        for target, log_prob, other in zip(targets, log_probs, log_probs[1:], strict=False):
-            if (other - log_prob).std() < policy.max_shift:
-                return target
+
+        @functools.cache
+        def log_prob(rule: NormalRule) -> Tensor:
+            target = MarginalTarget(groups, [args], rule)
+            return target.log_prob(target.unconstrain(few))
+
+        for rule, others in policy.rules(groups.num_latents):
+            if all((log_prob(one) - log_prob(rule)).std() < policy.max_shift for one in others):
+                return MarginalTarget(groups, [args], rule)
     return None
 
 
@@ -227,7 +231,7 @@ class JointPrior:
         :param model: a Pyro model with the sites of this prior.
         """
 
-        @wraps(model, updated=())
+        @functools.wraps(model, updated=())
         def with_prior(*args: Any, **kwargs: Any) -> Any:
             with _Replace(self) as replace:
                 value = model(*args, **kwargs)
