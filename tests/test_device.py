@@ -29,7 +29,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.compiled.replay import _Replay
-from pyro_implicit.density.marginal import find_marginal
+from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting import log_evidence
@@ -282,7 +282,7 @@ def test_a_marginal_density_on_the_default_device(device):
                 x = pyro.sample("x", dist.Normal(0.0, scale))
                 pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
-        found = find_marginal(Target(model))
+        found = find_normal_marginal(Target(model))
         assert found is not None and found.names == ["x"]
 
 

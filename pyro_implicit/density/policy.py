@@ -227,6 +227,15 @@ class DiscretePolicy:
     #: Sites, at most, of which some elements are moved to see whether they share a term.
     max_probed: int = 8
 
+    #: Values of independent elements that are summed at first, and at most. The number doubles
+    #: until the rest of the sum is negligible: this share of it, by which a density is off.
+    first_values: int = 32
+    most_values: int = 4096
+    negligible: float = 1e-7
+
+    #: Numbers that a gradient keeps for each value of each term; a limit of memory.
+    graph_entries: int = 8
+
 
 @dataclass(frozen=True)
 class RoundingPolicy:

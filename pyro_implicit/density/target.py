@@ -575,6 +575,13 @@ class Target:
         """
         return self._map(self._values(latent)[0], self._terms_of)
 
+    def log_det(self, latent: Tensor) -> Tensor:
+        """Return the log-determinants of the bijections, ``(num_draws,)``.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        """
+        return self._values(latent)[1]
+
     def _terms_of(self, trace: Trace) -> Tensor:
         compute_log_prob(trace)
         parts = []

@@ -16,7 +16,7 @@ from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
-from pyro_implicit.density.marginal import find_marginal
+from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -384,10 +384,10 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         stages.result.target = target
         target.refuse_improper()
         if target.sampled:
-            return fit_discrete(stages, target, refine)
+            return fit_discrete(stages, target, refine, _fit_by_search)
         if is_network:
             return fit_network(stages, target, refine is True)
-        marginal = None if refine is False else find_marginal(target, policy.marginal)
+        marginal = None if refine is False else find_normal_marginal(target, policy.marginal)
         if marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search):
             return stages.result
         plan = make_plan(target, policy.budget, stages.limit)

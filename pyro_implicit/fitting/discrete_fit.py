@@ -3,24 +3,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
+import torch
+
+from pyro_implicit.density.marginal_discrete import DiscreteMarginal
 from pyro_implicit.density.target import Target
+from pyro_implicit.fitting.marginal_fit import fit_marginal
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.refinement import affordable_chains, move_draws
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.mcmc.kernels.window_gibbs import dependence
+from pyro_implicit.mcmc.policy import WindowPolicy
 
 __all__ = ["fit_discrete"]
 
 
-def fit_discrete(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> Fit:
-    """Sample all latent variables by chains that start at draws of the prior.
+def fit_discrete(
+    stages: Stages,
+    target: Target,
+    refine: Literal["auto"] | bool,
+    fit_rest: Callable[..., Fit],
+) -> Fit:
+    """Sum over discrete elements that are independent given all others, or sample by chains.
 
-    The guide of the result holds these draws of the prior; ``result.posterior`` has the chains'.
+    The chains of all latent variables start at draws of the prior, which are then the guide of the
+    result.
 
     :param target: of which some discrete latent variables have coordinates.
+    :param fit_rest: see :func:`~pyro_implicit.fitting.marginal_fit.fit_marginal`.
     :raises ValueError: without chains, or for a model with parameters.
     """
     names = ", ".join(f"'{name}'" for name in target.sampled)
@@ -37,6 +51,9 @@ def fit_discrete(stages: Stages, target: Target, refine: Literal["auto"] | bool)
             "pyro.sample, in place of pyro.param"
         )
     result, budget = stages.result, stages.policy.budget
+    marginal = _find_marginal(target, stages)
+    if marginal is not None and fit_marginal(stages, marginal, refine, fit_rest):
+        return result
     with result.stage("discrete") as line:
         why = f", as the sum over their values fails ({target.unsummed})" if target.unsummed else ""
         line.outcome = f"{target.discrete_dim} elements of {names} are sampled{why}"
@@ -46,3 +63,35 @@ def fit_discrete(stages: Stages, target: Target, refine: Literal["auto"] | bool)
         draws = target.constrain(target.sample_prior(chains.num_chains))
         result.guide, result.chosen = StoredDraws(draws), "prior"
     return move_draws(stages, chains)
+
+
+@torch.no_grad()
+def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
+    """Return the density without the discrete elements if no two of them share a term."""
+    if target.discrete_dim == target.latent_dim or not target.is_vectorized:
+        return None
+    limits, elements = WindowPolicy(), target.elements
+    assert elements is not None
+    if not elements.low.isfinite().all():
+        return None
+    points = target.sample_prior(limits.num_probed)
+    split = target.latent_dim - target.discrete_dim
+    continuous, values = points[:, :split], points[:, split:]
+
+    def terms(values: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([continuous.expand(*values.shape[:-1], -1), values], -1)
+        return target.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
+
+    reach = torch.full_like(values, limits.first_reach)
+    # Far moves, too: small ones change nothing where the density is 0.
+    far = (values + (reach ** torch.rand_like(values)).round()).minimum(elements.high)
+    depends = dependence(values, terms, elements, limits)
+    depends |= dependence(values, terms, elements, limits, far)
+    if (depends.sum(0) > 1).any():
+        return None
+    owner = torch.where(depends.any(0), depends.to(torch.uint8).argmax(0), target.discrete_dim)
+    for exact in (target.in_double(), target):  # double precision does not suit all models
+        found = DiscreteMarginal(target, exact, owner, stages.policy.marginal)
+        if found.evaluate(continuous, False)[0].isfinite().any():
+            return found
+    return None

@@ -37,7 +37,7 @@ def fit_marginal(
     names = ", ".join(marginal.names[:3]) + ", ..." * (len(marginal.names) > 3)
     with result.stage("marginal") as line:
         model = MarginalModel(marginal)
-        number = f"{marginal.num_integrated:,} latent variables ({names}) integrated out"
+        number = f"{marginal.num_integrated:,} latent variables ({names}) {marginal.how} out"
         line.outcome = f"{number}, {marginal.dim} remain"
         rest = Target(model, *stages.args, model_kwargs=stages.kwargs)
         value, score = _seconds(marginal, False), _seconds(marginal, True)
@@ -58,7 +58,7 @@ def fit_marginal(
         draws, fault = joint_draws(found, marginal, _affordable(policy, marginal, value))
         last.outcome = f"{draws.num_draws:,} draws of all latent variables"
     if fault > stages.policy.marginal.max_fault:
-        last.outcome = f"dropped: their log-density is not normal, by {fault:.2g} nats"
+        last.outcome = f"dropped: their log-density is off by {fault:.2g} nats"
         return False
     result.marginal, result.draws = found, draws
     result.num_modes, result.interrupted = found.num_modes, found.interrupted
@@ -96,6 +96,9 @@ def _within_budget(
 
 
 def _add_guide(stages: Stages, draws: StoredDraws) -> None:
+    if stages.result.target.sampled:  # no automatic guide has discrete sites
+        stages.result.guide, stages.result.chosen = draws, "marginal"
+        return
     middle = {name: value.median(0).values for name, value in draws.samples.items()}
     guide = mean_field_guide(stages.model, stages.result.target, middle)
     guide(*stages.args, **stages.kwargs)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -12,6 +12,8 @@ import torch
 from pyro.infer import Predictive
 
 from pyro_implicit import diagnose, fit
+from pyro_implicit.density import marginal_discrete
+from pyro_implicit.density.policy import DISCRETE
 from pyro_implicit.fitting import Fit
 
 Y = torch.tensor([6.0, 9.0, 4.0])
@@ -21,7 +23,8 @@ def thinned(y):
     rate = pyro.sample("rate", dist.Gamma(2.0, 0.1))
     with pyro.plate("rows", 3):
         n = pyro.sample("n", dist.Poisson(rate))
-        return pyro.sample("y", dist.Binomial(n, 0.3), obs=y)
+        pyro.sample("y", dist.Binomial(n, 0.3), obs=y)
+    return n
 
 
 def spins():
@@ -32,42 +35,103 @@ def spins():
     pyro.factor("energy", 0.5 * (s * s.roll(1, -1)).sum(-1) + 0.2 * s.sum(-1))
 
 
+def weighed(y):
+    """The number of all animals is known roughly, so that the rows depend on each other."""
+    n = thinned(y)
+    pyro.sample("weight", dist.Normal(n.sum(-1), 5.0), obs=torch.tensor(60.0))
+
+
 @pytest.fixture(scope="module")
-def fitted():
+def summed():
     return fit(thinned, "auto", Y, seed=0, progress=False)
 
 
-def test_the_result(fitted):
-    assert [stage.name for stage in fitted.stages] == ["discrete", "refine"]
-    assert fitted.stages[0].outcome.startswith("3 elements of 'n' are sampled")
-    draws = fitted.sample(2000)
-    assert draws["n"].shape == (2000, 3) and draws["n"].dtype == torch.float32
-    mean = 21.0 / 1.0
-    assert draws["rate"].mean().item() == pytest.approx(mean, abs=0.15 * math.sqrt(mean))
+@pytest.fixture(scope="module")
+def sampled():
+    return fit(weighed, "auto", Y, seed=0, progress=False)
 
 
-def test_the_diagnosis(fitted):
-    found = fitted.diagnose()
+def test_independent_elements_are_summed_out(summed):
+    """The rate has a gamma posterior, and the animals that were not seen are Poisson."""
+    assert summed.stages[0].outcome == "3 latent variables (n) summed out, 1 remain"
+    assert summed.refined is None and summed.chosen == "marginal"
+    draws = summed.sample(8000)
+    rate, n = draws["rate"], draws["n"]
+    assert n.shape == (8000, 3) and n.dtype == torch.float32 and (n >= Y).all()
+    assert rate.mean().item() == pytest.approx(21.0, abs=0.05 * 21**0.5)
+    assert rate.std().item() == pytest.approx(21**0.5, rel=0.03)
+    unseen = n - Y
+    variance = 0.7 * 21 + 0.7**2 * 21
+    assert unseen.mean(0).tolist() == pytest.approx([14.7] * 3, abs=4 * (variance / 8000) ** 0.5)
+    assert unseen.var(0).tolist() == pytest.approx([variance] * 3, rel=0.08)
+    covariance = torch.stack([rate, unseen[:, 0]]).cov()[0, 1].item()
+    assert covariance == pytest.approx(0.7 * 21, rel=0.1)
+
+
+def test_results_with_summed_elements(summed, tmp_path):
+    found = summed.diagnose()
+    assert found.verdict == "trust"
+    assert "the discrete latents 'n' have no gradient" in str(found)
+    summed.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", thinned, Y)
+    assert torch.equal(loaded.draws.samples["n"], summed.draws.samples["n"])
+    tree = loaded.to_datatree(50, log_likelihood=True, posterior_predictive=True, prior=10)
+    assert tree["posterior"]["n"].shape == (1, 50, 3) == tree["posterior_predictive"]["y"].shape
+    with pytest.raises(ValueError, match="no chains of all data"):
+        loaded.refine_more()
+    more = summed.update(thinned, Y + 1, sites=["rate"], progress=False)
+    mean = 43 / 1.9  # the posterior of both data
+    assert more.sample(4000)["rate"].mean().item() == pytest.approx(mean, abs=0.1 * mean**0.5)
+
+
+def test_a_sum_that_is_cut_is_not_used(monkeypatch):
+    monkeypatch.setattr(marginal_discrete, "DISCRETE", replace(DISCRETE, most_values=16))
+    result = fit(thinned, "auto", Y, seed=0, progress=False)
+    names = [stage.name for stage in result.stages]
+    assert "dropped: their log-density is off by inf nats" in str(result)
+    assert names[-2:] == ["discrete", "refine"] and result.draws is None
+
+
+def test_dependent_elements_are_sampled(sampled):
+    """The number of animals that were not seen is Poisson given the rate: a grid of rates."""
+    assert [stage.name for stage in sampled.stages] == ["discrete", "refine"]
+    assert sampled.stages[0].outcome.startswith("3 elements of 'n' are sampled")
+    rate, unseen = torch.linspace(1.0, 60.0, 400).unsqueeze(-1), torch.arange(300.0)
+    joint = dist.Gamma(2.0, 0.1).log_prob(rate) + dist.Poisson(0.9 * rate).log_prob(Y.sum())
+    joint = joint + dist.Poisson(2.1 * rate).log_prob(unseen)
+    joint = joint + dist.Normal(Y.sum() + unseen, 5.0).log_prob(torch.tensor(60.0))
+    weight = joint.flatten().softmax(0).reshape(joint.shape)
+    mean = (weight.sum(-1) * rate.squeeze(-1)).sum().item()
+    sd = ((weight.sum(-1) * (rate.squeeze(-1) - mean) ** 2).sum() ** 0.5).item()
+    total = (weight.sum(0) * (Y.sum() + unseen)).sum().item()
+    draws = sampled.sample(2000)
+    assert draws["rate"].mean().item() == pytest.approx(mean, abs=0.15 * sd)
+    assert draws["rate"].std().item() == pytest.approx(sd, rel=0.15)
+    assert draws["n"].sum(-1).mean().item() == pytest.approx(total, abs=1.0)
+
+
+def test_the_diagnosis(sampled):
+    found = sampled.diagnose()
     assert found.verdict == "trust"
     assert "skipped" in str(found) and "the discrete latents 'n' have no gradient" in str(found)
     with pytest.raises(ValueError, match="cannot use quantities= .*'n'.*Cure: leave it out"):
-        diagnose(thinned, fitted.guide, Y, quantities=lambda draws: draws["rate"])
-    prior = diagnose(thinned, fitted.guide, Y)
+        diagnose(weighed, sampled.guide, Y, quantities=lambda draws: draws["rate"])
+    prior = diagnose(weighed, sampled.guide, Y)
     assert prior.verdict != "trust"
 
 
-def test_predictions_and_files(fitted, tmp_path):
-    predicted = Predictive(thinned, fitted.sample(100))(None)["y"]
+def test_predictions_and_files(sampled, tmp_path):
+    predicted = Predictive(weighed, sampled.sample(100))(None)["y"]
     assert predicted.shape[0] == 100 and predicted.mean().item() == pytest.approx(6.3, abs=1.5)
-    tree = fitted.to_datatree(50, log_likelihood=True, posterior_predictive=True, prior=10)
+    tree = sampled.to_datatree(50, log_likelihood=True, posterior_predictive=True, prior=10)
     assert tree["posterior"]["n"].shape == (1, 50, 3) == tree["posterior_predictive"]["y"].shape
     assert tree["log_likelihood"]["y"].shape[-1] == 3
     path = tmp_path / "fit.pt"
-    fitted.save(path)
-    loaded = Fit.load(path, thinned, Y)
-    assert torch.equal(loaded.refined.samples["n"], fitted.refined.samples["n"])
+    sampled.save(path)
+    loaded = Fit.load(path, weighed, Y)
+    assert torch.equal(loaded.refined.samples["n"], sampled.refined.samples["n"])
     more = loaded.refine_more(max_gradients=50, progress=False)
-    assert more.refined.num_gradients > fitted.refined.num_gradients
+    assert more.refined.num_gradients > sampled.refined.num_gradients
     assert more.diagnose().verdict in ("trust", "check")
 
 
@@ -87,10 +151,10 @@ def test_discrete_latents_alone():
     assert result.refined.settled
 
 
-def test_equal_seeds_give_equal_draws(fitted):
+def test_equal_seeds_give_equal_draws(summed):
     state = torch.get_rng_state()
     again = fit(thinned, "auto", Y, seed=0, progress=False)
-    assert torch.equal(again.refined.samples["n"], fitted.refined.samples["n"])
+    assert torch.equal(again.draws.samples["n"], summed.draws.samples["n"])
     assert torch.equal(state, torch.get_rng_state())
 
 

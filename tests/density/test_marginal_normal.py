@@ -16,8 +16,9 @@ from pyro import poutine
 from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 
-from pyro_implicit.density import marginal as module
-from pyro_implicit.density.marginal import Marginal, MarginalModel
+from pyro_implicit.density import marginal_normal as module
+from pyro_implicit.density.marginal import MarginalModel
+from pyro_implicit.density.marginal_normal import NormalMarginal
 from pyro_implicit.density.policy import MARGINAL
 from pyro_implicit.density.target import Target
 
@@ -25,8 +26,8 @@ SIZE = 40
 Y = torch.randn(SIZE, generator=torch.Generator().manual_seed(1)).cumsum(0)
 
 
-def find_marginal(target: Target) -> Marginal | None:
-    return module.find_marginal(target, replace(MARGINAL, least_latents=0))
+def find_marginal(target: Target) -> NormalMarginal | None:
+    return module.find_normal_marginal(target, replace(MARGINAL, least_latents=0))
 
 
 def walk(y: Tensor, observe: Any = dist.Normal, mask: Any = None) -> None:
@@ -152,7 +153,7 @@ def test_almost_quadratic_densities_are_refused(name: str, monkeypatch: pytest.M
 def test_clearly_bent_densities_cost_no_whole_check(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Marginal, "_is_quadratic", lambda *args: pytest.fail("was checked"))
+    monkeypatch.setattr(NormalMarginal, "_is_quadratic", lambda *args: pytest.fail("was checked"))
     assert find_marginal(Target(almost(ALMOST[name]), Y)) is None
 
 
@@ -168,7 +169,7 @@ def test_a_kink_that_a_large_constant_hides_from_the_value(kink: float) -> None:
         pyro.factor("kinks", 1e15 - kink * x.abs().sum(-1).double())
 
     target = Target(model, Y)
-    marginal = Marginal(target, target.in_double(), ["x"], MARGINAL)
+    marginal = NormalMarginal(target, target.in_double(), ["x"], MARGINAL)
     rest = target.sample_prior(3).double()[:, marginal._rest_index]
     assert marginal._is_quadratic(rest) == (kink == 0)
 
