@@ -45,6 +45,7 @@ from benchmarks.zoo.metrics import Reference, measure
 from pyro_implicit import fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import FitPolicy
+from pyro_implicit.mcmc import Refined
 
 OUT = RESULTS / "discrete.jsonl"
 LOOK = ("thinning", "n_mixture", "ising", "selection")
@@ -521,11 +522,18 @@ def run(name: str, seed: int, patience: float) -> dict[str, Any]:
         "patience": patience,
         "verdict": result.diagnose().verdict,
         "cpu_seconds": seconds,
+        "way": "sum" if refined is None else "chains",
+        **({} if refined is None else chains_of(refined)),
+        **found,
+    }
+
+
+def chains_of(refined: Refined) -> dict[str, Any]:
+    return {
         "stopped": refined.stopped,
         "r_hat": refined.drift.r_hat,
         "gradients": refined.num_gradients,
         "moves": refined.moves,
-        **found,
     }
 
 
@@ -537,10 +545,24 @@ def report() -> None:
         if not own:
             continue
         digits = {"ratio": 2, "worst_ratio": 2, "r_hat": 2, "cpu_seconds": 0}
-        columns = [spread([one[key] for one in own], places) for key, places in digits.items()]
+        columns = [
+            spread([one[key] for one in own if key in one], places, none="")
+            for key, places in digits.items()
+        ]
+        columns.insert(0, ", ".join(sorted({one.get("way", "chains") for one in own})))
         verdicts = ", ".join(sorted({one["verdict"] for one in own}))
         rows.append([name, own[0]["split"], str(len(own)), *columns, verdicts])
-    head = ["model", "split", "seeds", "ratio", "worst coordinate", "R-hat", "CPU s", "verdict"]
+    head = [
+        "model",
+        "split",
+        "seeds",
+        "way",
+        "ratio",
+        "worst coordinate",
+        "R-hat",
+        "CPU s",
+        "verdict",
+    ]
     text = ["# Discrete latent variables", __doc__.split("\n\n", 1)[1], markdown_table(head, rows)]
     write_page(OUT, "\n\n".join(text))
 

@@ -7,8 +7,8 @@ Let each term :math:`t_k` of the log-density depend on at most one of the discre
 .. math:: \log p(r, y) = \sum_{k \notin \cup O_e} t_k(r)
     + \sum_e \log \sum_n \exp \sum_{k \in O_e} t_k(r, n),
 
-so that the values of all elements are evaluated at once. Endlessly many values are summed until
-the rest is negligible.
+so that a window of values of all elements is evaluated at once. It grows until the rest of each sum
+is negligible.
 """
 
 from __future__ import annotations
@@ -29,12 +29,20 @@ from pyro_implicit.ops.policy import MAX_ENTRIES
 __all__ = ["DiscreteMarginal"]
 
 
-class _Sum(NamedTuple):
-    """Sums over the first values of elements, at some points."""
+class _Window(NamedTuple):
+    """The values of each element that are summed."""
 
+    first: Tensor  # (num_elements,)
+    number: int
+
+
+class _Sum(NamedTuple):
+    """Sums over a window, at some points."""
+
+    window: _Window
     weights: Tensor  # (num_values, num_points, num_elements), unnormalised log-probabilities
     value: Tensor  # (num_points,), the marginal log-density
-    is_whole: Tensor  # (num_points,), whether further values are negligible
+    is_whole: Tensor  # (num_points,), whether other values are negligible
 
 
 class DiscreteMarginal(Marginal):
@@ -70,8 +78,9 @@ class DiscreteMarginal(Marginal):
         super().__init__(target, exact, list(target.sampled), policy)
         low, high, _ = target.elements
         self._owner, self._low, self._high = owner, low.to(exact.init_loc), high.to(exact.init_loc)
-        self._numbers = target.elements.num_values
-        self._most = int(self._numbers.max().clamp(max=DISCRETE.most_values))
+        self._most = int(target.elements.num_values.max().clamp(max=DISCRETE.most_values))
+        self._window = _Window(self._low, min(DISCRETE.first_values, self._most))
+        self._best = -math.inf
 
     def evaluate(self, rest: Tensor, with_score: bool = True) -> tuple[Tensor, Tensor]:
         """Return the marginal log-density and its gradient, constants in double precision.
@@ -101,7 +110,7 @@ class DiscreteMarginal(Marginal):
         for rows, _, found in self._sums(rest, False):
             places = Categorical(logits=found.weights.movedim(0, -1).nan_to_num(0.0)).sample()
             chosen = found.weights.gather(0, places.unsqueeze(0)).squeeze(0)
-            values[rows] = self._low + places
+            values[rows] = found.window.first + places
             conditional[rows] = (chosen - found.weights.logsumexp(0)).sum(-1)
             value[rows], is_whole[rows] = found.value, found.is_whole
         vectors = self._vectors(rest, values.to(self._low))
@@ -113,43 +122,70 @@ class DiscreteMarginal(Marginal):
         return vectors.to(self.target.init_loc), value, fault
 
     def _sums(self, rest: Tensor, with_score: bool) -> Iterator[tuple[Tensor, Tensor, _Sum]]:
-        """Sum at each point until further values are negligible, at most ``_most`` of them.
+        """Sum at each point until other values are negligible, or their number is the largest.
 
         The sums of a point are the last that are yielded for it.
 
         :returns: rows of ``rest``, their points, and the sums at these.
         """
-        rows, number = torch.arange(len(rest), device=rest.device), DISCRETE.first_values
+        rows, window = torch.arange(len(rest), device=rest.device), self._window
         while len(rows):
-            number, left = min(number, self._most), []
-            at_once = MAX_ENTRIES // (DISCRETE.graph_entries * number * len(self._owner))
+            left = []
+            at_once = MAX_ENTRIES // (DISCRETE.graph_entries * window.number * len(self._owner))
             for some in rows.split(max(1, at_once)):
                 points = rest[some].requires_grad_(with_score)
                 with torch.set_grad_enabled(with_score):
-                    found = self._sum(points, number)
+                    found = self._sum(points, window)
                 yield some, points, found
+                self._learn(found)
                 left.append(some[~found.is_whole])
-            rows = torch.cat(left) if number < self._most else rows[:0]
-            number *= 2
+            rows = torch.cat(left) if window.number < self._most else rows[:0]
+            window = self._between(window.first - window.number // 2, 2 * window.number)
 
-    def _sum(self, rest: Tensor, number: int) -> _Sum:
-        steps = torch.arange(number).to(self._low).unsqueeze(-1)
-        values = (self._low + steps).minimum(self._high)
+    def _between(self, first: Tensor, number: int) -> _Window:
+        return _Window(first.maximum(self._low), min(number, self._most))
+
+    def _sum(self, rest: Tensor, window: _Window) -> _Sum:
+        number = window.number
+        steps = window.first + torch.arange(number).to(self._low).unsqueeze(-1)
+        values = steps.minimum(self._high)
         vectors = self._vectors(rest.repeat(number, 1), values.repeat_interleave(len(rest), 0))
         terms = self._exact.terms(vectors).double()
         sums = terms.new_zeros(len(terms), self.num_integrated + 1)
         sums = sums.index_add(-1, self._owner, terms).unflatten(0, (number, len(rest)))
         others, weights = sums[0, :, -1], sums[..., :-1]
-        is_value = (steps < self._numbers).unsqueeze(1)
+        is_value = (steps <= self._high).unsqueeze(1)
         weights = weights.masked_fill(weights.isnan() | ~is_value, -math.inf)
-        total = weights.logsumexp(0)
-        value = others + total.sum(-1) + self._exact.log_det(vectors[: len(rest)])
-        return _Sum(weights, value, self._is_whole(weights.detach()))
+        value = others + weights.logsumexp(0).sum(-1) + self._exact.log_det(vectors[: len(rest)])
+        return _Sum(window, weights, value, self._is_whole(weights.detach(), window))
 
-    def _is_whole(self, weights: Tensor) -> Tensor:
-        """Return whether a geometric series, as the last values continue, is negligible."""
+    def _is_whole(self, weights: Tensor, window: _Window) -> Tensor:
         total = weights.logsumexp(0)
-        last, before = (weights[-1] - total).exp(), (weights[-2:][0] - total).exp()
-        left = torch.where(last > 0, last.square() / (before - last).clamp(min=0.0), 0.0)
-        is_small = total.isfinite() & (left < DISCRETE.negligible)
-        return (is_small | (self._numbers <= len(weights))).all(-1)
+        shares = (weights - total).exp()
+        is_first = window.first <= self._low
+        is_last = window.first + window.number > self._high
+        is_known = (_tail(shares[:2].flip(0)) < DISCRETE.negligible) | is_first
+        is_known &= (_tail(shares[-2:]) < DISCRETE.negligible) | is_last
+        return (is_known & total.isfinite()).all(-1)
+
+    @torch.no_grad()
+    def _learn(self, found: _Sum) -> None:
+        """Move the window to the values that count where the density is highest so far."""
+        value = found.value.masked_fill(~found.is_whole | found.value.isnan(), -math.inf)
+        best, place = value.max(0)
+        if not best > self._best + DISCRETE.higher:
+            return
+        self._best = best.item()
+        weights = found.weights[:, place]
+        counts = weights - weights.logsumexp(0) > math.log(DISCRETE.negligible)
+        first = counts.to(torch.uint8).argmax(0)
+        last = len(counts) - 1 - counts.flip(0).to(torch.uint8).argmax(0)
+        margin = math.ceil(DISCRETE.margin * (last - first + 1).max().item())
+        number = int((last - first).max()) + 1 + 2 * margin
+        self._window = self._between(found.window.first + first - margin, number)
+
+
+def _tail(shares: Tensor) -> Tensor:
+    """Return the sum of the geometric series that two values begin, without these."""
+    before, last = shares[0], shares[-1]
+    return torch.where(last > 0, last.square() / (before - last).clamp(min=0.0), 0.0)

@@ -432,37 +432,47 @@ def find_normal_marginal(
     :param target: the posterior.
     :param policy: limits and tolerances.
     """
-    own = [
-        group
-        for group in target.groups
-        if target.latent_dim > policy.least_latents
-        and sum(target.shapes[name].numel() for name in group) >= policy.least_integrated
-        and all(_is_identity(target.transforms[name]) for name in group)
-    ]
-    if not own or target.summed_out or target.subsampled or not target.is_vectorized:
+    own = [group for group in target.groups if _may_be_normal(target, group, policy)]
+    own.sort(key=lambda group: -_size(target, group))
+    if not own or _size(target, own[0]) < policy.least_integrated:
         return None
-    own.sort(key=lambda group: -sum(target.shapes[name].numel() for name in group))
+    if target.summed_out or target.subsampled or not target.is_vectorized:
+        return None
     bends = _bend(target, own, policy)
     own = [group for group, bent in zip(own, bends, strict=True) if not bent]
-    if not own:
-        return None
     starts = target.sample_prior(policy.num_points - 1)
     starts = target.init_loc + policy.spread * (starts - target.init_loc)
     starts = torch.cat([target.init_loc.unsqueeze(0), starts[starts.isfinite().all(-1)]])
     exact = target.in_double()
     if not exact.log_prob(starts.double()).isfinite().any():
         exact = target  # for instance a matrix in single precision outside of the arguments
-    taken: list[str] = []
+    taken: list[list[str]] = []
     for group in own:
-        if len(taken) + len(group) == len(target.shapes):
+        if not taken and _size(target, group) < policy.least_integrated:
+            return None
+        names = sum(taken, group)
+        if len(names) == len(target.shapes):
             continue  # a site must remain
-        tried = NormalMarginal(target, exact, [*taken, *group], policy)
+        tried = NormalMarginal(target, exact, names, policy)
         if tried._is_quadratic(starts[:, tried._rest_index].to(exact.init_loc)):
-            taken += group
-    if not taken:
-        return None
-    found = NormalMarginal(target, exact, taken, policy)
-    return found if _is_usable(found, starts) else None
+            taken.append(group)
+    large = [group for group in taken if _size(target, group) >= policy.least_integrated]
+    # A site on which all elements of another depend may make the matrix dense.
+    for number in sorted({len(taken), len(large), min(1, len(large))} - {0}, reverse=True):
+        found = NormalMarginal(target, exact, sum(taken[:number], []), policy)
+        if _is_usable(found, starts):
+            return found
+    return None
+
+
+def _size(target: Target, group: list[str]) -> int:
+    return sum(target.shapes[name].numel() for name in group)
+
+
+def _may_be_normal(target: Target, group: list[str], policy: MarginalPolicy) -> bool:
+    if target.latent_dim <= policy.least_latents or _size(target, group) < policy.least_added:
+        return False
+    return all(_is_identity(target.transforms[name]) for name in group)
 
 
 def _bend(target: Target, groups: list[list[str]], policy: MarginalPolicy) -> list[bool]:

@@ -233,6 +233,11 @@ class DiscretePolicy:
     most_values: int = 4096
     negligible: float = 1e-7
 
+    #: Nats of a new highest density at which the window of these values follows it, and its margin
+    #: on either side, in units of its width.
+    higher: float = 3.0
+    margin: float = 0.3
+
     #: Numbers that a gradient keeps for each value of each term; a limit of memory.
     graph_entries: int = 8
 
@@ -305,9 +310,12 @@ class MarginalPolicy:
     #: 2.5 to 4.6 times as long if they are.
     least_latents: int = MAX_DENSE_DIM
 
-    #: Elements of the integrated sites, at least, and of each of them: with fewer, the remaining
-    #: sites are hardly fewer than before.
+    #: Elements of the largest integrated sites, at least, those of one loop together: with fewer,
+    #: the remaining sites are hardly fewer than before.
     least_integrated: int = 20
+
+    #: Elements, at least, of other sites that are integrated out with these.
+    least_added: int = 5
 
     #: Unconstrained coordinates that remain, at most, as points are drawn in all of them.
     most_remaining: int = 30

@@ -82,11 +82,11 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
         rows = torch.cat([continuous.expand(*values.shape[:-1], -1), values], -1)
         return target.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
 
-    reach = torch.full_like(values, limits.first_reach)
-    # Far moves, too: small ones change nothing where the density is 0.
-    far = (values + (reach ** torch.rand_like(values)).round()).minimum(elements.high)
     depends = dependence(values, terms, elements, limits)
-    depends |= dependence(values, terms, elements, limits, far)
+    for reach in (limits.first_reach**0.5, limits.first_reach):
+        # Small moves change nothing where the density is 0.
+        far = (values + reach).minimum(elements.high)
+        depends |= dependence(values, terms, elements, limits, far)
     if (depends.sum(0) > 1).any():
         return None
     owner = torch.where(depends.any(0), depends.to(torch.uint8).argmax(0), target.discrete_dim)

@@ -68,6 +68,16 @@ def test_independent_elements_are_summed_out(summed):
     assert covariance == pytest.approx(0.7 * 21, rel=0.1)
 
 
+def test_data_that_no_draw_of_the_prior_allows():
+    """More animals are seen than draws of the prior have, and sums are far from zero."""
+    y = torch.tensor([300.0, 250.0, 280.0])
+    result = fit(thinned, "auto", y, seed=0, progress=False)
+    assert "summed out" in result.stages[0].outcome and result.draws is not None
+    rate = result.sample(8000)["rate"]
+    assert rate.mean().item() == pytest.approx(832.0, abs=0.06 * 832**0.5)
+    assert rate.std().item() == pytest.approx(832**0.5, rel=0.03)
+
+
 def test_results_with_summed_elements(summed, tmp_path):
     found = summed.diagnose()
     assert found.verdict == "trust"
