@@ -138,10 +138,12 @@ def _counted_rows(unmasked: Tensor) -> Tensor:
 def _uncertainties(found: Prediction) -> dict[str, Tensor]:
     if found.probability is not None:
         assert found.entropy is not None and found.mutual_information is not None
+        assert found.epistemic is not None
         return {
             "max-probability": 1 - found.probability.max(-1).values,
             "entropy": found.entropy,
             "mutual information": found.mutual_information,
+            "epistemic variance": found.epistemic,
         }
     assert found.aleatoric is not None and found.epistemic is not None
     parts = found.aleatoric, found.epistemic

@@ -26,9 +26,9 @@ PARAMETER = "parameter "  # prefix of a distribution's parameters among the valu
 class Prediction:
     """The posterior predictive distribution of a minibatch, averaged over posterior draws.
 
-    Predictions of labels have ``probability``, ``entropy`` and ``mutual_information``; predictions
-    of numbers have ``mean``, ``aleatoric``, ``epistemic``, ``variance`` and ``interval``. Fields
-    that do not apply are None.
+    Predictions of labels have ``probability``, ``entropy``, ``mutual_information`` and
+    ``epistemic``; predictions of numbers have ``mean``, ``aleatoric``, ``epistemic``, ``variance``
+    and ``interval``. Fields that do not apply are None.
 
     :ivar num_samples: Number of posterior draws.
     :ivar probability: Of each class, ``(batch, num_classes)``.
@@ -37,7 +37,8 @@ class Prediction:
         decrease if the weights were known. The rest is aleatoric.
     :ivar mean: Mean of the targets, ``(batch,)`` or ``(batch, num_targets)``.
     :ivar aleatoric: Mean over draws of the noise variance, of the shape of ``mean``.
-    :ivar epistemic: Variance over draws of the predicted mean, of the shape of ``mean``.
+    :ivar epistemic: Variance over draws of the predicted mean, of the shape of ``mean``; of labels,
+        the sum of the variances of all probabilities, ``(batch,)``.
     :ivar log_prob: Log-density of given targets, ``(batch,)``.
     :ivar pit: Predictive distribution function at given numbers, of the shape of ``mean``; uniform
         if predictions are calibrated.
@@ -69,6 +70,11 @@ class Prediction:
 
 
 class _Mean:
+    """Means over draws, and the variance of one of them by differences to the first draw."""
+
+    averaged: str
+    origin: Tensor | None = None
+
     def __init__(self, interval: float | None = None, draws: bool = False) -> None:
         self.interval, self.draws = interval, draws
         self.kind: type | None = None
@@ -77,7 +83,13 @@ class _Mean:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, found: dict[str, Tensor]) -> None:
-        self.count += len(next(iter(found.values())))
+        """Add draws: values of each, ``(num_draws, ...)``."""
+        average = found[self.averaged]
+        self.count += len(average)
+        if self.origin is None:
+            self.origin = average[0]
+        shift = average - self.origin
+        found = found | {"shift": shift, "square": shift.square()}
         for name, value in found.items():
             if name.startswith(PARAMETER):
                 self.parameters.setdefault(name.removeprefix(PARAMETER), []).append(value)
@@ -117,9 +129,14 @@ class _Mean:
             for name, value in self.sums.items()
         }
 
+    def _variance(self, means: dict[str, Tensor]) -> Tensor:
+        return (means["square"] - means["shift"].square()).clamp(min=0.0)
+
 
 class LabelMean(_Mean):
     """Probabilities and entropies of labels."""
+
+    averaged = "probability"
 
     def read(self, fn: dist.TorchDistribution, target: Tensor | None) -> dict[str, Tensor]:
         """Read the prediction of one draw from its ``Categorical`` or ``Bernoulli``."""
@@ -139,15 +156,16 @@ class LabelMean(_Mean):
             means["probability"],
             entropy,
             information,
+            epistemic=self._variance(means).sum(-1),
             log_prob=means.get("log_prob"),
             draws=self._distribution().sample() if self.draws else None,
         )
 
 
 class NumberMean(_Mean):
-    """Means and variances of numbers, by squared differences to the first draw."""
+    """Means and variances of numbers."""
 
-    origin: Tensor | None = None
+    averaged = "mean"
 
     def read(self, fn: dist.TorchDistribution, target: Tensor | None) -> dict[str, Tensor]:
         """Read the prediction of one draw from a distribution with mean and variance."""
@@ -158,13 +176,6 @@ class NumberMean(_Mean):
                 found["pit"] = without_mask(fn).cdf(target)
         return found
 
-    def add(self, found: dict[str, Tensor]) -> None:
-        mean = found.pop("mean")
-        if self.origin is None:
-            self.origin = mean[0]
-        shift = mean - self.origin
-        super().add(found | {"shift": shift, "square": shift.square()})
-
     def prediction(self) -> Prediction:
         """Return the prediction of all draws."""
         means = self._means()
@@ -174,7 +185,7 @@ class NumberMean(_Mean):
             self.count,
             mean=self.origin + means["shift"],
             aleatoric=means["variance"],
-            epistemic=(means["square"] - means["shift"].square()).clamp(min=0.0),
+            epistemic=self._variance(means),
             log_prob=means.get("log_prob"),
             pit=means.get("pit"),
             draws=fn.sample() if self.draws else None,

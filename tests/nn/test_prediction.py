@@ -44,6 +44,17 @@ def joined(found, name):
     return torch.cat([getattr(batch, name) for batch in found])
 
 
+def test_small_variances_of_probabilities_are_no_rounding():
+    """Confident draws, in single precision."""
+    weights = {"weight": torch.zeros(20, 2, 3), "bias": torch.zeros(20, 2)}
+    weights["bias"][:, 0] = 9 + 1e-2 * torch.randn(20)
+    model = classifier(to_bayesian_(nn.Linear(3, 2).float()), 70)
+    weights = {name: value.float() for name, value in weights.items()}
+    (found,) = predict(weights, [X.float()], model=model)
+    exact = weights["bias"].double().softmax(-1).var(0, unbiased=False).sum()
+    torch.testing.assert_close(found.epistemic.double(), exact.expand(7), rtol=0.02, atol=0)
+
+
 @pytest.mark.parametrize("size", [7, 3])
 def test_labels(size):
     found = list(predict(WEIGHTS, X.split(size), model=labels_model()))
@@ -55,6 +66,8 @@ def test_labels(size):
     torch.testing.assert_close(joined(found, "probability"), mean)
     torch.testing.assert_close(joined(found, "entropy"), entropy)
     torch.testing.assert_close(joined(found, "mutual_information"), entropy - own)
+    spread = each.var(0, unbiased=False).sum(-1)
+    torch.testing.assert_close(joined(found, "epistemic"), spread)
     assert found[0].mean is None and found[0].log_prob is None
 
 
