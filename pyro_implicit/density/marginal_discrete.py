@@ -7,8 +7,8 @@ Let each term :math:`t_k` of the log-density depend on at most one of the discre
 .. math:: \log p(r, y) = \sum_{k \notin \cup O_e} t_k(r)
     + \sum_e \log \sum_n \exp \sum_{k \in O_e} t_k(r, n),
 
-so that a window of values of all elements is evaluated at once. It grows until the rest of each sum
-is negligible.
+so that a window of values of all elements is evaluated at once. It grows until geometric series
+that continue its ends are negligible: they bound the rest of a sum with log-concave terms.
 """
 
 from __future__ import annotations
