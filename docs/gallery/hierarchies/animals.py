@@ -4,8 +4,8 @@ Unseen animals: counts as latent variables
 ==========================================
 
 Each of 30 ponds is visited three times, and each visit counts some of its frogs. The true numbers
-are latent counts that Pyro cannot enumerate; ``fit`` samples them together with the mean number and
-the probability of detection (Royle's N-mixture model).
+are latent counts that Pyro cannot enumerate; ``fit`` sums them out, and draws them given the mean
+number and the probability of detection (Royle's N-mixture model).
 """
 
 import matplotlib.pyplot as plt
@@ -34,19 +34,18 @@ def model(seen):
 # The fit
 # -------
 #
-# The 30 latent counts share no term of the log-density, so they move at once. More frogs with a
-# lower probability of detection explain the data equally well: along this ridge, all counts move
-# together with both parameters.
+# No two of the 30 latent counts share a term of the log-density, so each can be summed out on its
+# own. More frogs with a lower probability of detection explain the data equally well. Along this
+# ridge chains of all variables are slow, because 30 counts must move with both parameters.
 
 result = fit(model, "auto", seen, seed=0)
 print(result)
-print(result.refined)
 
 # %%
 # How many frogs there are
 # ------------------------
 #
-# The diagnosis judges the chains. Checks that need gradients do not apply to counts.
+# Checks that need gradients do not apply to counts.
 
 print(result.diagnose())
 draws = result.sample(2000)
