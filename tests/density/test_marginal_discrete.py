@@ -151,6 +151,21 @@ def test_bounded_elements_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert parts["few"].max() <= 5 and set(parts["label"].unique().tolist()) <= {0.0, 1.0, 2.0}
 
 
+def test_slow_tails_are_summed_to_their_end() -> None:
+    """Without data, the probabilities of all values sum to one."""
+
+    def model() -> None:
+        p = pyro.sample("p", dist.Beta(2.0, 1.0))
+        pyro.sample("n", dist.NegativeBinomial(1.0, p))
+
+    marginal = marginal_of(Target(model, sample_discrete=True), [1, 0])
+    logits = torch.tensor([0.0, 4.6, 5.3]).double()  # 99 and 99.5 % from each value to the next
+    p = logits.sigmoid()
+    exact = (2 * p).log() + (p * (1 - p)).log()
+    found = marginal.evaluate(logits.unsqueeze(-1))[0]
+    torch.testing.assert_close(found, exact, rtol=0, atol=2 * DISCRETE.negligible)
+
+
 def test_points_without_density_have_none(marginal: DiscreteMarginal) -> None:
     value, score = marginal.evaluate(torch.tensor([[0.0, 0.0, 0.0], [0.0, math.nan, 0.0]]))
     assert value[0].isfinite() and value[1] == -math.inf and (score[1] == 0).all()
