@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import groupby
 
 import pyro
 import pyro.distributions as dist
@@ -67,6 +68,7 @@ def test_draws_are_those_of_the_conditional(marginal: DiscreteMarginal) -> None:
     """The animals that were not seen are Poisson, whatever was seen."""
     number = 4000
     log_rate = torch.tensor([[0.0, 1.0, 4.5]]).double()
+    marginal.draw(log_rate)  # from here on, sums begin at other values than zero
     vectors, value, fault = marginal.draw(log_rate.expand(number, -1))
     torch.testing.assert_close(value, thinned_exactly(log_rate).expand(number))
     assert fault.max() == 0
@@ -78,6 +80,24 @@ def test_draws_are_those_of_the_conditional(marginal: DiscreteMarginal) -> None:
     assert ((unseen.mean(0) - mean) / mean.sqrt()).abs().max() < 4.5 / number**0.5
     assert (unseen.var(0) / mean - 1).abs().max() < 4.5 * ((2 + 1 / mean) / number).sqrt().max()
     assert unseen.T.corrcoef().fill_diagonal_(0.0).abs().max() < 4.5 / number**0.5
+
+
+def test_sums_follow_the_values_that_count(
+    marginal: DiscreteMarginal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second sum at the same point takes few values; a far point then needs others."""
+    rows = []
+    terms = Target.terms
+    monkeypatch.setattr(
+        Target, "terms", lambda self, latent: rows.append(len(latent)) or terms(self, latent)
+    )
+    near, far = torch.tensor([[5.0, 4.0, 5.0]]).double(), torch.tensor([[0.0, 0.0, 7.0]]).double()
+    for point in (near, near, far):
+        value = marginal.evaluate(point)[0]
+        torch.testing.assert_close(value, thinned_exactly(point), rtol=0, atol=1e-6)
+        rows.append(0)
+    first, second, _ = (list(part) for is_sum, part in groupby(rows, bool) if is_sum)
+    assert first == [32, 64, 128, 256] and len(second) == 1 and second[0] < 200
 
 
 def test_a_sum_that_is_cut_is_a_fault(
@@ -159,7 +179,8 @@ def test_slow_tails_are_summed_to_their_end() -> None:
         pyro.sample("n", dist.NegativeBinomial(1.0, p))
 
     marginal = marginal_of(Target(model, sample_discrete=True), [1, 0])
-    logits = torch.tensor([0.0, 4.6, 5.3]).double()  # 99 and 99.5 % from each value to the next
+    # At 98.85 % from each value to the next, the 1,024th is less than 1e-7, and the rest 7e-6.
+    logits = torch.tensor([0.0, 4.4539, 5.3]).double()
     p = logits.sigmoid()
     exact = (2 * p).log() + (p * (1 - p)).log()
     found = marginal.evaluate(logits.unsqueeze(-1))[0]
