@@ -127,6 +127,17 @@ def test_small_sites_are_integrated_with_large_ones_if_it_is_cheap(
             torch.testing.assert_close(value, exact)
 
 
+def test_small_sites_alone_stay() -> None:
+    def model(y: Tensor) -> None:
+        small = pyro.sample("small", dist.Normal(torch.zeros(6), 1.0).to_event(1))
+        pyro.sample("seen", dist.Normal(small, 1.0).to_event(1), obs=y[:6])
+        with pyro.plate("rows", len(y)):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.StudentT(4.0, x, 1.0), obs=y)
+
+    assert find_marginal(Target(model, Y)) is None
+
+
 def almost(kind: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], None]:
     """A normal prior with a likelihood that is not, or not quite, normal."""
 

@@ -71,6 +71,9 @@ def test_uncertainty_of_labels(labels):
         own = torch.special.entr(each).sum(-1).mean().item()
         total = torch.special.entr(mean).sum(-1).mean().item()
         assert labels.entropy[name] == pytest.approx((own, total - own))
+        columns = labels.uncertainty if name == "test" else labels.ood[name].uncertainty
+        spread = each.var(0, unbiased=False).sum(-1)
+        torch.testing.assert_close(columns["epistemic variance"], spread)
     familiar = labels.uncertainty["entropy"]
     found = labels.ood["foreign"]
     above = found.uncertainty["entropy"].unsqueeze(-1) > familiar
