@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pyro
 import pytest
 import torch
 from pyro import poutine
@@ -162,3 +163,15 @@ def test_paper_sets_defaults_that_words_override() -> None:
     args = parse("--paper", "--hidden", "7", "--seeds", "3")
     assert (args.steps, args.lr, args.hidden, args.seeds) == (200_000, 1e-4, 7, 3)
     assert parse().steps == 1000
+
+
+def test_noise_enters_the_network_with_its_standard_deviation() -> None:
+    weights = []
+    for noise_sd in ("1", "6"):
+        pyro.set_rng_seed(0)
+        args = energy_potentials.parser().parse_args(["--hidden", "4", "--noise-sd", noise_sd])
+        model = energy_potentials.make_model(energy_potentials.split)
+        guide = energy_potentials.injective(model, args)
+        guide()
+        weights.append(guide.generator.network.layers[0].weight)
+    torch.testing.assert_close(weights[1], 6 * weights[0])

@@ -135,7 +135,7 @@ def test_small_sites_alone_stay() -> None:
             x = pyro.sample("x", dist.Normal(0.0, 1.0))
             pyro.sample("y", dist.StudentT(4.0, x, 1.0), obs=y)
 
-    assert find_marginal(Target(model, Y)) is None
+    assert find_marginal(Target(model, Y[:25])) is None
 
 
 def almost(kind: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], None]:
