@@ -168,10 +168,11 @@ def test_paper_sets_defaults_that_words_override() -> None:
 def test_noise_enters_the_network_with_its_standard_deviation() -> None:
     weights = []
     for noise_sd in ("1", "6"):
+        pyro.clear_param_store()
         pyro.set_rng_seed(0)
         args = energy_potentials.parser().parse_args(["--hidden", "4", "--noise-sd", noise_sd])
         model = energy_potentials.make_model(energy_potentials.split)
         guide = energy_potentials.injective(model, args)
         guide()
-        weights.append(guide.generator.network.layers[0].weight)
+        weights.append(guide.generator.network.layers[0].weight.detach().clone())
     torch.testing.assert_close(weights[1], 6 * weights[0])
