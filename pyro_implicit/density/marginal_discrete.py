@@ -83,12 +83,7 @@ class DiscreteMarginal(Marginal):
         self._best = -math.inf
 
     def evaluate(self, rest: Tensor, with_score: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the marginal log-density and its gradient, constants in double precision.
-
-        :param rest: unconstrained coordinates of the remaining sites, ``(num_points, dim)``.
-        :param with_score: whether to compute the gradient; otherwise it is 0.
-        :returns: ``(num_points,)`` and ``(num_points, dim)``.
-        """
+        """Return log-density and gradient, see :meth:`Marginal.evaluate`."""
         rest = rest.detach().double()
         value, score = rest.new_full(rest.shape[:1], -math.inf), torch.zeros_like(rest)
         for rows, points, found in self._sums(rest, with_score):

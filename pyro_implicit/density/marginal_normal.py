@@ -77,6 +77,8 @@ class NormalMarginal(Marginal):
     # The joint density in coordinates of the integrated sites
 
     def _to_latent(self, points: Tensor) -> Tensor:
+        if not any(sums.times for sums in self._coordinates.values()):
+            return points  # without the splits of hundreds of sites, and their gradients
         parts = []
         for name, part in site_parts(points, self._own).items():
             sums = self._coordinates[name]
@@ -324,14 +326,9 @@ class NormalMarginal(Marginal):
         return iter(rest.split(max(1, MAX_ENTRIES // (2 * entries))))
 
     def evaluate(self, rest: Tensor, with_score: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the marginal log-density and its gradient, constants in double precision.
+        """Return log-density and gradient, see :meth:`Marginal.evaluate`.
 
-        The log-density is -inf, with gradient 0, where it is not finite or the precision matrix is
-        not positive definite.
-
-        :param rest: unconstrained coordinates of the remaining sites, ``(num_points, dim)``.
-        :param with_score: whether to compute the gradient; otherwise it is 0.
-        :returns: ``(num_points,)`` and ``(num_points, dim)``.
+        The log-density is -inf, too, where the precision matrix is not positive definite.
         """
         parts = [self._at(chunk, with_score)[:2] for chunk in self._chunks(rest.detach().double())]
         value, score = map(torch.cat, zip(*parts, strict=True))
@@ -386,14 +383,9 @@ class NormalMarginal(Marginal):
 
     @torch.no_grad()
     def draw(self, rest: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw the integrated sites given the others.
+        """Draw the integrated sites given the others, see :meth:`Marginal.draw`.
 
-        :param rest: ``(num_points, dim)``.
         :param scale: factor on the conditional standard deviations.
-        :returns: unconstrained vectors of all latent variables, ``(num_points, latent_dim)``;
-            marginal log-densities ``(num_points,)``; and errors ``(num_points,)``: the nats by
-            which the joint log-density differs from that of the marginal and conditional ones,
-            beyond rounding; inf where there is no density.
         """
         parts = [self._draw(chunk, scale) for chunk in self._chunks(rest.detach().double())]
         drawn, values, faults = map(torch.cat, zip(*parts, strict=True))
@@ -468,8 +460,12 @@ def find_normal_marginal(
     large = [group for group in taken if _size(target, group) >= policy.least_integrated]
     # A site on which all elements of another depend may make the matrix dense.
     numbers = {len(taken), len(large), min(1, len(large))} - {0}
-    choices = [NormalMarginal(target, exact, sum(taken[:k], []), policy) for k in numbers]
-    usable = [found for found in choices if _is_usable(found, starts)]
+    usable: list[NormalMarginal] = []
+    for number in sorted(numbers, reverse=True):
+        found = NormalMarginal(target, exact, sum(taken[:number], []), policy)
+        usable += [found] * _is_usable(found, starts)
+        if usable and number <= len(large):
+            break
     return min(usable, key=lambda found: found.work, default=None)
 
 
