@@ -306,11 +306,14 @@ class Fit(Printed):
         It reuses what ``fit`` knows: the modes of its search, and of chains that have converged
         that their draws do not drift, so that no short HMC runs. For a second opinion, which
         searches again from other draws of the prior, pass ``modes="search"`` and
-        ``num_transitions=20``.
+        ``num_transitions=20``. Discrete latent variables that were summed out one by one are summed
+        out here, too: the checks are those of the continuous ones, which have gradients.
 
         :param options: options of that function.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
+        if self.marginal is not None and self.target.sampled:
+            return self.marginal.diagnose(**options)
         known: dict[str, Any] = {}
         is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
         modes = None if self.marginal is not None or is_network else self.modes

@@ -45,7 +45,7 @@ print(result)
 # How many frogs there are
 # ------------------------
 #
-# Checks that need gradients do not apply to counts.
+# The checks are those of mean and probability, with the counts summed out.
 
 print(result.diagnose())
 draws = result.sample(2000)
