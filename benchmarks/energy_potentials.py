@@ -70,9 +70,9 @@ HALF_WIDTH = 5.0  # of the figure
 NUM_BINS = 60
 NUM_DRAWS = 10_000
 TRUTH_SEED = 1_000_000  # distinct from the seeds of the guides
-#: Of the noise that enters the network: the largest of the paper's three. With the paper's other
-#: settings, 99 % of the draws of InjectiveELBO are in one moon at step 1,000 for 2, and of GPVI for
-#: 1; for 6, both have as many draws in either.
+#: Standard deviation of the noise that enters the network: the largest of the paper's three, 1, 2
+#: and 6. At step 1,000, with the paper's other settings, 99 % of the draws are in one moon for 2
+#: (InjectiveELBO) and 1 (both methods); for 6, both methods have half of their draws in each.
 NOISE_SD = 6.0
 
 

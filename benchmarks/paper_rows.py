@@ -39,7 +39,7 @@ def row(
 
 def energy(potential: str, method: str, hours: float, value: float) -> Row:
     """GPVI's appendix D.1: 200,000 steps of 100 particles, two layers of 500 units."""
-    words = ["--paper", "--potentials", potential, "--methods", method]
+    words = ["--paper", "--noise-sd", "6", "--potentials", potential, "--methods", method]
     line = {"potential": potential, "method": method, "steps": 200_000, "noise_sd": 6.0}
     out, name = "paper_energy_potentials", f"energy {potential} {method}"
     return row("energy_potentials", out, name, words, hours, value, 0, line)

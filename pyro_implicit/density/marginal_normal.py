@@ -413,9 +413,10 @@ def find_normal_marginal(
     With at most 100 latent variables in all, none are integrated out: a search for modes and
     importance weights in all of them are cheaper.
 
-    Each site is taken if the density stays a quadratic function of all sites that were taken. Every
-    claim is checked by numbers: value, gradient and Hessian far from the mode, and in the end the
-    joint density at draws.
+    Each site is taken if the density stays a quadratic function of all sites that were taken. Sites
+    with few elements are taken next to larger ones if that saves work. Every claim is checked by
+    numbers: value, gradient and Hessian far from the mode, and in the end the joint density at
+    draws.
 
     **Example:**
 
@@ -432,6 +433,7 @@ def find_normal_marginal(
 
     :param target: the posterior.
     :param policy: limits and tolerances.
+    :raises ValueError: for a quadratic function without a maximum, naming the site.
     """
     own = [group for group in target.groups if _may_be_normal(target, group, policy)]
     own.sort(key=lambda group: -_size(target, group))
@@ -458,12 +460,14 @@ def find_normal_marginal(
         if tried._is_quadratic(starts[:, tried._rest_index].to(exact.init_loc)):
             taken.append(group)
     large = [group for group in taken if _size(target, group) >= policy.least_integrated]
+    if not large:
+        return None
     # A site on which all elements of another depend may make the matrix dense.
-    numbers = {len(taken), len(large), min(1, len(large))} - {0}
     usable: list[NormalMarginal] = []
-    for number in sorted(numbers, reverse=True):
+    for number in dict.fromkeys((len(taken), len(large), 1)):
         found = NormalMarginal(target, exact, sum(taken[:number], []), policy)
-        usable += [found] * _is_usable(found, starts)
+        if _is_usable(found, starts):
+            usable.append(found)
         if usable and number <= len(large):
             break
     return min(usable, key=lambda found: found.work, default=None)

@@ -578,6 +578,14 @@ class Target:
     def log_det(self, latent: Tensor) -> Tensor:
         """Return the log-determinants of the bijections, ``(num_draws,)``.
 
+        **Example:**
+
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("x", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
+        >>> Target(model).log_det(torch.tensor([[1.0, 0.5]]))
+        tensor([1.5000])
+
         :param latent: ``(num_draws, latent_dim)``.
         """
         return self._values(latent)[1]

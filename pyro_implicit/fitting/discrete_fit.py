@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The automatic fit of models with discrete latent variables that cannot be summed out."""
+"""The automatic fit of models with discrete latent variables that Pyro cannot enumerate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pyro_implicit.fitting.refinement import affordable_chains, move_draws
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.sampler import StoredDraws
-from pyro_implicit.mcmc.kernels.window_gibbs import dependence
-from pyro_implicit.mcmc.policy import WindowPolicy
+from pyro_implicit.mcmc.kernels.window_gibbs import dependence, terms_given
+from pyro_implicit.mcmc.policy import DEFAULT
 
 __all__ = ["fit_discrete"]
 
@@ -41,13 +41,13 @@ def fit_discrete(
     if refine is False:
         raise ValueError(
             f"refine=False leaves no way to the posterior of the discrete latents {names}, which "
-            "cannot be summed out: no automatic guide has them. Cure: refine='auto', or a guide of "
-            "your own"
+            "Pyro cannot enumerate: no automatic guide has them. Cure: refine='auto', or a guide "
+            "of your own"
         )
     if parameters := model_parameters(target):
         raise ValueError(
             f"the parameters {', '.join(parameters)} (pyro.param) cannot be learnt together with "
-            f"the discrete latents {names}, which are sampled by chains. Cure: a prior, by "
+            f"the discrete latents {names}, which Pyro cannot enumerate. Cure: a prior, by "
             "pyro.sample, in place of pyro.param"
         )
     result, budget = stages.result, stages.policy.budget
@@ -70,18 +70,14 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
     """Return the density without the discrete elements if no two of them share a term."""
     if target.discrete_dim == target.latent_dim or not target.is_vectorized:
         return None
-    limits, elements = WindowPolicy(), target.elements
+    limits, elements = DEFAULT.window, target.elements
     assert elements is not None
     if not elements.low.isfinite().all():
         return None
     points = target.sample_prior(limits.num_probed)
     split = target.latent_dim - target.discrete_dim
     continuous, values = points[:, :split], points[:, split:]
-
-    def terms(values: torch.Tensor) -> torch.Tensor:
-        rows = torch.cat([continuous.expand(*values.shape[:-1], -1), values], -1)
-        return target.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
-
+    terms = terms_given(target, continuous)
     depends = dependence(values, terms, elements, limits)
     for reach in (limits.first_reach**0.5, limits.first_reach):
         # Small moves change nothing where the density is 0.

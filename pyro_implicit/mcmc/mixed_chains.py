@@ -73,11 +73,10 @@ def possible_points(space: MixedSpace, points: Tensor, policy: ChainPolicy) -> T
         return points
     some = points[is_lost]
     continuous, values = some[:, :split], some[:, split:]
+    given = window_gibbs.terms_given(space.target, continuous)
 
     def terms(values: Tensor) -> Tensor:
-        rows = torch.cat([continuous.expand(*values.shape[:-1], -1), values], -1)
-        found = space.target.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
-        return found.nan_to_num(nan=-limits.impossible, neginf=-limits.impossible)
+        return given(values).nan_to_num(nan=-limits.impossible, neginf=-limits.impossible)
 
     depends = None
     reach = torch.full_like(elements.low, limits.first_reach)
@@ -292,8 +291,7 @@ class MixedChains(WindowedChains):
     def _terms(self, white: Tensor, values: Tensor) -> Tensor:
         """Return the terms at white coordinates with other values, ``(*batch, num_terms)``."""
         points = self.frame.to_points(white)[:, : self._split]
-        rows = torch.cat([points.expand(*values.shape[:-1], -1), values], -1)
-        return self.mixed.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
+        return window_gibbs.terms_given(self.mixed, points)(values)
 
 
 def _joined(part: ChainState, discrete: Tensor) -> ChainState:
