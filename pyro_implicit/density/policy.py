@@ -227,11 +227,16 @@ class DiscretePolicy:
     #: Sites, at most, of which some elements are moved to see whether they share a term.
     max_probed: int = 8
 
-    #: Values of independent elements that are summed at first, and at most. The number doubles
-    #: until the rest of the sum is negligible: this share of it, by which a density is off.
+    #: Values of each element that are summed at first, and at most; the latter also where elements
+    #: share terms, so that all pairs of values are summed. Their range doubles until the rest of
+    #: the sum is negligible: this share of it, by which a density is off.
     first_values: int = 32
     most_values: int = 4096
+    most_paired: int = 512
     negligible: float = 1e-7
+
+    #: The largest distance of these values.
+    longest_stride: int = 1024
 
     #: Nats of a new highest density at which the window of these values follows it, and its margin
     #: on either side, in units of its width.

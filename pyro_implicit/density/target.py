@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -590,16 +590,57 @@ class Target:
         """
         return self._values(latent)[1]
 
-    def _terms_of(self, trace: Trace) -> Tensor:
+    def sites_of_terms(self) -> list[str]:
+        """Return the name of the site of each of the :meth:`terms`.
+
+        **Example:**
+
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     n = pyro.sample("n", dist.Poisson(1.0))
+        ...     pyro.sample("y", dist.Normal(n, 1.0), obs=torch.zeros(2))
+        >>> Target(model, sample_discrete=True).sites_of_terms()
+        ['n', 'y', 'y']
+        """
+        found = self.read(self.init_loc.unsqueeze(0), self._parts_of)
+        return [name for name, part in found.items() for _ in range(part.shape[-1])]
+
+    def terms_at(self, values: dict[str, Tensor], names: Collection[str]) -> Tensor:
+        """Return the terms of some sites at one point, for transformations of ``torch.func``.
+
+        **Example:**
+
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("n", dist.Poisson(1.0))
+        >>> target = Target(model, sample_discrete=True)
+        >>> torch.func.vmap(lambda n: target.terms_at({"n": n}, ["n"]))(torch.arange(2.0))
+        tensor([[-1.],
+                [-1.]])
+
+        :param values: by site, of all latent variables.
+        :param names: of the sites.
+        :returns: ``(num_terms,)``.
+        """
+        with poutine.block(), pyro.validation_enabled(False), RunMode():
+            trace = prune_subsample_sites(self._model.run(values))
+            for name in [name for name in trace.nodes if name not in names]:
+                trace.remove_node(name)
+            return self._terms_of(trace)
+
+    def _parts_of(self, trace: Trace) -> dict[str, Tensor]:
         compute_log_prob(trace)
-        parts = []
+        parts = {}
         for name, site in trace.nodes.items():
             if site["type"] == "sample":
                 part = torch.as_tensor(site["log_prob"])
                 if name in self.sampled:  # without validation, some densities go on outside
                     part = part.masked_fill(~site["fn"].support.check(site["value"]), -math.inf)
-                parts.append(part.reshape(-1))
-        return torch.cat(parts)
+                parts[name] = part.reshape(-1)
+        return parts
+
+    def _terms_of(self, trace: Trace) -> Tensor:
+        return torch.cat([*self._parts_of(trace).values()])
 
     def _sum_of_terms(self, trace: Trace) -> Tensor:
         return self._terms_of(trace).sum()

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from pyro_implicit.density.marginal_discrete import DiscreteMarginal
+from pyro_implicit.density.marginal_discrete import DiscreteMarginal, find_owners
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.marginal_fit import fit_marginal
 from pyro_implicit.fitting.parameters import model_parameters
@@ -67,7 +67,7 @@ def fit_discrete(
 
 @torch.no_grad()
 def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
-    """Return the density without the discrete elements if no two of them share a term."""
+    """Return the density without the discrete elements if their terms form trees."""
     if target.discrete_dim == target.latent_dim or not target.is_vectorized:
         return None
     limits, elements = DEFAULT.window, target.elements
@@ -83,11 +83,11 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
         # Small moves change nothing where the density is 0.
         far = (values + reach).minimum(elements.high)
         depends |= dependence(values, terms, elements, limits, far)
-    if (depends.sum(0) > 1).any():
+    owners = find_owners(depends)
+    if owners is None:
         return None
-    owner = torch.where(depends.any(0), depends.to(torch.uint8).argmax(0), target.discrete_dim)
     for exact in (target.in_double(), target):  # double precision does not suit all models
-        found = DiscreteMarginal(target, exact, owner, stages.policy.marginal)
+        found = DiscreteMarginal(target, exact, owners, stages.policy.marginal)
         if found.evaluate(continuous, False)[0].isfinite().any():
             return found
     return None

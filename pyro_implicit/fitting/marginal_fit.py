@@ -92,6 +92,7 @@ def _within_budget(
     schedule = policy.schedule
     if budget.least_steps * policy.training.few_particles * score > budget.training_seconds:
         schedule = replace(schedule, max_gap=math.inf)  # a training is too expensive
+        correction = replace(correction, num_matched=limits.num_matched)
     return replace(policy, choice=choice, correction=correction, schedule=schedule), plan
 
 

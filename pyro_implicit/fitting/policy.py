@@ -444,6 +444,10 @@ class CorrectionPolicy:
     #: Effective draws for each dimension, at least, whose moments make another Gaussian.
     matched_per_dim: float = 4.0
 
+    #: Such Gaussians, at most, in place of a training; 0 where a training is affordable. An
+    #: adaptive importance sampler (Cappé et al., 2004, Population Monte Carlo).
+    num_matched: int = 0
+
     #: Effective draws of the guide for each resampled draw.
     oversampling: int = 2
 
@@ -654,6 +658,9 @@ class IntegrationPolicy:
 
     #: Newton steps of a typical path, by which the number of paths follows from the budget.
     usual_steps: int = 10
+
+    #: Gaussians with the moments of weighted draws, at most, if a training is too expensive.
+    num_matched: int = 4
 
     #: Share of ``max_seconds`` that the fit of the remaining variables may take.
     time_share: float = 0.7

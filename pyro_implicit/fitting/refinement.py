@@ -24,7 +24,13 @@ from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
-from pyro_implicit.fitting.candidates import frame_of_draws, mean_field_guide, set_up
+from pyro_implicit.fitting.candidates import (
+    exact_log_weights,
+    frame_of_draws,
+    matched_guide,
+    mean_field_guide,
+    set_up,
+)
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
@@ -42,6 +48,7 @@ from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 
@@ -153,10 +160,33 @@ def correct(stages: Stages, target: Target) -> float:
             line.outcome = f"skipped: {NO_WEIGHTS}"
             return efficiency
         line.outcome = str(found)
+        for _ in range(policy.num_matched):
+            better = None if policy.accepts(found) else _match(stages, target, found)
+            if better is None:
+                break
+            found = better
+            line.outcome += f"; with its moments {found}"
         efficiency = found.efficiency
         if policy.accepts(found):
             result.correction = efficiency
     return efficiency
+
+
+def _match(stages: Stages, target: Target, before: LogWeights) -> LogWeights | None:
+    """Give the chosen Gaussian the moments of its weighted draws if that makes weights more even.
+
+    :param before: the weights of the chosen guide.
+    :returns: the weights of the new one; None if it is no better.
+    """
+    result, policy = stages.result, stages.policy.correction
+    points, weights = exact_log_weights(result.guide, target, policy.num_weighed)
+    guide = matched_guide(result.guide, target, points, weights, policy)
+    found = None if guide is None else stages.reliability_of(guide, target)
+    if found is None or found.efficiency <= before.efficiency:
+        return None
+    stages.guides.append(guide)
+    result.guide = guide
+    return found
 
 
 def train_mean_field(stages: Stages, target: Target) -> Fit:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density import marginal_discrete as module
 from pyro_implicit.density.marginal import MarginalModel
-from pyro_implicit.density.marginal_discrete import DiscreteMarginal
+from pyro_implicit.density.marginal_discrete import DiscreteMarginal, find_owners
 from pyro_implicit.density.policy import DISCRETE, MARGINAL
 from pyro_implicit.density.target import Target
 
@@ -33,7 +33,15 @@ def thinned(y: Tensor) -> None:
 
 
 def marginal_of(target: Target, owner: list[int]) -> DiscreteMarginal:
-    return DiscreteMarginal(target, target.in_double(), torch.tensor(owner), MARGINAL)
+    """Each term depends on one element; the number of elements stands for none."""
+    depends = torch.tensor(owner) == torch.arange(target.discrete_dim).unsqueeze(-1)
+    return of_dependence(target, depends)
+
+
+def of_dependence(target: Target, depends: Tensor) -> DiscreteMarginal:
+    owners = find_owners(depends)
+    assert owners is not None
+    return DiscreteMarginal(target, target.in_double(), owners, MARGINAL)
 
 
 @pytest.fixture
@@ -85,7 +93,7 @@ def test_draws_are_those_of_the_conditional(marginal: DiscreteMarginal) -> None:
 def test_sums_follow_the_values_that_count(
     marginal: DiscreteMarginal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second sum at the same point takes few values; a far point then needs others."""
+    """A second sum at the same point takes one window; a far point then needs others."""
     rows = []
     terms = Target.terms
     monkeypatch.setattr(
@@ -97,13 +105,14 @@ def test_sums_follow_the_values_that_count(
         torch.testing.assert_close(value, thinned_exactly(point), rtol=0, atol=1e-6)
         rows.append(0)
     first, second, _ = (list(part) for is_sum, part in groupby(rows, bool) if is_sum)
-    assert first == [32, 64, 128, 256] and len(second) == 1 and second[0] < 200
+    assert first == [32, 32, 32, 32] and second == [32]  # of 200 values every eighth
 
 
 def test_a_sum_that_is_cut_is_a_fault(
     marginal: DiscreteMarginal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DISCRETE", replace(DISCRETE, most_values=64))
+    few = replace(DISCRETE, first_values=64, most_values=64, longest_stride=1)
+    monkeypatch.setattr(module, "DISCRETE", few)
     cut = marginal_of(marginal.target, [3, 0, 1, 2, 0, 1, 2])
     rest = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 5.0]])  # 40 and 129 animals
     fault = cut.draw(rest)[2]
@@ -185,6 +194,113 @@ def test_slow_tails_are_summed_to_their_end() -> None:
     exact = (2 * p).log() + (p * (1 - p)).log()
     found = marginal.evaluate(logits.unsqueeze(-1))[0]
     torch.testing.assert_close(found, exact, rtol=0, atol=2 * DISCRETE.negligible)
+
+
+class Chain:
+    """Counts of three years in two places, and the exact sums over them by matrix products."""
+
+    y = torch.tensor([[20.0, 2.0], [31.0, 1.0], [50.0, 0.0]])
+    values = torch.arange(500.0).double()
+
+    def model(self, y: Tensor) -> None:
+        growth = pyro.sample("growth", dist.LogNormal(0.0, 0.5))
+        mean: Tensor | float = pyro.sample("first", dist.Gamma(4.0, 0.1))
+        with pyro.plate("places", 2):
+            for year in range(3):
+                n = pyro.sample(f"n_{year}", dist.Poisson(mean))
+                pyro.sample(f"y_{year}", dist.Binomial(n, SEEN), obs=y[year])
+                mean = growth * n + 0.5
+
+    def depends(self) -> Tensor:
+        """Of (year, place) on growth, first, then n and y of both places in each year."""
+        found = torch.zeros(6, 2 + 12, dtype=torch.bool)
+        for element in range(6):
+            year, place = divmod(element, 2)
+            found[element, [2 + 4 * year + place, 4 + 4 * year + place]] = True
+            if year < 2:
+                found[element, 6 + 4 * year + place] = True
+        return found
+
+    def exactly(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-density, and the means of the counts given the others."""
+        growth, first = point[0].exp(), point[1].exp()
+        total = dist.LogNormal(0.0, 0.5).log_prob(growth) + point[0]
+        total = total + dist.Gamma(4.0, 0.1).log_prob(first) + point[1]
+        n, means = self.values, []
+        step = dist.Poisson(growth * n.unsqueeze(-1) + 0.5).log_prob(n).exp()
+        for place in range(2):
+            seen = dist.Binomial(n, SEEN, validate_args=False)
+            data = [
+                torch.where(n >= y, seen.log_prob(torch.minimum(y, n)).exp(), 0.0)
+                for y in self.y[:, place].double()
+            ]
+            start = dist.Poisson(first).log_prob(n).exp() * data[0]
+            ahead = [start, (start @ step) * data[1]]
+            ahead.append((ahead[1] @ step) * data[2])
+            behind = [step @ (data[1] * (step @ data[2])), step @ data[2], torch.ones_like(n)]
+            total = total + ahead[2].sum().log()
+            means.append(
+                torch.stack(
+                    [(n * a * b).sum() / (a * b).sum() for a, b in zip(ahead, behind, strict=True)]
+                )
+            )
+        return total, torch.stack(means, -1)
+
+
+def test_chains_of_counts_are_exact() -> None:
+    chain, number = Chain(), 400
+    target = Target(chain.model, chain.y, sample_discrete=True)
+    marginal = of_dependence(target, chain.depends())
+    for place in ([0.3, 4.0], [0.6, 5.0]):
+        point = torch.tensor(place).double().requires_grad_()
+        exact, means = chain.exactly(point)
+        value, score = marginal.evaluate(point.unsqueeze(0))
+        torch.testing.assert_close(value[0], exact.detach(), rtol=0, atol=1e-6)
+        slope = torch.autograd.grad(exact, point)[0]
+        torch.testing.assert_close(score[0], slope, rtol=1e-5, atol=1e-5)
+        vectors, found, fault = marginal.draw(point.detach().expand(number, -1))
+        assert fault.max() < 1e-5
+        torch.testing.assert_close(found, exact.detach().expand(number), rtol=0, atol=1e-6)
+        counts = vectors[:, 2:].unflatten(-1, (3, 2)).double()
+        error = (counts.mean(0) - means.detach()) / (counts.std(0) + 0.1)
+        assert error.abs().max() < 4 / number**0.5
+        assert len(counts[:, 2, 0].remainder(8).unique()) == 8  # between the strides, too
+
+
+def test_neighbours_of_one_site_are_exact() -> None:
+    """Differences of neighbouring labels: pairs within a site."""
+    gaps = torch.tensor([1.2, -0.4])
+
+    def model() -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            n = pyro.sample("n", dist.Categorical(torch.tensor([0.2, 0.5, 0.3])))
+        pyro.sample("gaps", dist.Normal(n.diff().float(), scale).to_event(0), obs=gaps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pyro_implicit.density.target.sites_to_sample", lambda _: frozenset({"n"}))
+        target = Target(model, sample_discrete=True)
+    depends = torch.tensor(
+        [[0, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1, 1], [0, 0, 0, 1, 0, 1]], dtype=torch.bool
+    )
+    marginal = of_dependence(target, depends)
+    point = torch.tensor([-0.3]).double()
+    n = torch.cartesian_prod(*[torch.arange(3)] * 3)
+    joint = torch.tensor([0.2, 0.5, 0.3]).double().log()[n].sum(-1)
+    joint = joint + dist.Normal(n.diff().double(), point.exp()).log_prob(gaps.double()).sum(-1)
+    exact = joint.logsumexp(0) + dist.LogNormal(0.0, 1.0).log_prob(point.exp())[0] + point[0]
+    torch.testing.assert_close(marginal.evaluate(point.unsqueeze(0))[0][0], exact)
+    drawn, _, fault = marginal.draw(point.expand(4000, 1))
+    assert fault.max() == 0
+    counts = (drawn[:, 1:].unsqueeze(1) == n).all(-1).double().mean(0)
+    assert (counts - joint.softmax(0)).abs().max() < 4 * 0.5 / 4000**0.5
+
+
+def test_cycles_and_terms_of_three_elements_have_no_owners() -> None:
+    ring = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    assert find_owners(ring) is None and find_owners(torch.ones(3, 1, dtype=torch.bool)) is None
+    owners = find_owners(ring[:, :2])
+    assert owners is not None and owners.is_pair.all() and sorted(owners.owner) == [1, 2]
 
 
 def test_points_without_density_have_none(marginal: DiscreteMarginal) -> None:

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over discrete variables whose pairwise terms form trees, and draws of these variables."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, connected_components
+from torch import Tensor
+from torch.distributions import Categorical
+
+__all__ = ["Forest", "draw_values", "find_forest", "log_marginals", "sum_product"]
+
+
+class Forest(NamedTuple):
+    """Trees of variables.
+
+    ``parent`` is ``(num_variables,)``, and ``levels`` are the variables of each depth, roots first.
+    The parent of a root means nothing.
+    """
+
+    parent: Tensor
+    levels: list[Tensor]
+
+    def to(self, device: torch.device) -> Forest:
+        """Return the same trees on a device."""
+        return Forest(self.parent.to(device), [level.to(device) for level in self.levels])
+
+    @property
+    def is_odd(self) -> Tensor:
+        """Whether the depth of a variable is odd, ``(num_variables,)``."""
+        found = torch.zeros_like(self.parent, dtype=torch.bool)
+        for level in self.levels[1::2]:
+            found[level] = True
+        return found
+
+
+def find_forest(edges: Tensor, num_variables: int) -> Forest | None:
+    """Return the trees that edges form; None if they contain a cycle.
+
+    **Example:**
+
+    >>> forest = find_forest(torch.tensor([[0, 1], [2, 1]]), 4)
+    >>> forest.levels
+    [tensor([0, 3]), tensor([1]), tensor([2])]
+
+    :param edges: ``(num_edges, 2)``; repeated edges count once.
+    :param num_variables: their number.
+    """
+    edges = edges.cpu().sort(-1).values.unique(dim=0)
+    size = num_variables + 1
+    number, component = connected_components(_graph(edges, size), directed=False)
+    if len(edges) != size - number:
+        return None
+    # The last node is joined to the root of each tree, so that one search visits all.
+    firsts = torch.from_numpy(np.unique(component[:-1], return_index=True)[1])
+    joined = torch.stack([firsts, torch.full_like(firsts, num_variables)], -1)
+    graph = _graph(torch.cat([edges, joined]), size)
+    order, before = breadth_first_order(graph, num_variables, directed=False)
+    depth = np.zeros(size, dtype=int)
+    for variable in order[1:]:
+        depth[variable] = depth[before[variable]] + 1
+    levels = [torch.from_numpy(np.flatnonzero(depth == k)) for k in range(1, depth.max() + 1)]
+    return Forest(torch.from_numpy(before[:-1] % num_variables).long(), levels)
+
+
+def _graph(edges: Tensor, size: int) -> csr_array:
+    row, column = edges.T.numpy()
+    return csr_array((np.ones(len(row)), (row, column)), shape=(size, size))
+
+
+def sum_product(unary: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Sum the exponential of pairwise terms over all values (Pearl, 1988).
+
+    Each variable c sends to its parent p the message
+
+    .. math:: m_c(n_p) = \log \sum_{n_c} \exp \Bigl( u_c(n_c) + t_c(n_c, n_p)
+        + \sum_{c' \text{ child of } c} m_{c'}(n_c) \Bigr).
+
+    **Example:**
+
+    >>> forest = find_forest(torch.tensor([[0, 1]]), 2)
+    >>> sum_product(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 3), forest)[0].exp()  # 3 * 3
+    tensor([[9.]])
+
+    :param unary: u, ``(num_points, num_variables, num_values)``, -inf for impossible values.
+    :param pairs: t, ``(num_points, num_variables, num_values, num_values)``, a variable's own
+        values first, then those of its parent; those of roots are ignored.
+    :returns: the logarithms of the sums of the trees, ``(num_points, num_trees)``; the beliefs,
+        ``unary`` with the messages of all children added; and the messages to the parents, 0 of
+        roots, of the same shape.
+
+    **References:**
+
+    1. Pearl (1988), *Probabilistic Reasoning in Intelligent Systems*, section 4.2.
+    """
+    beliefs, messages = unary, torch.zeros_like(unary)
+    parts = _by_level(pairs, forest)
+    for level in reversed(forest.levels[1:]):
+        message = _log_sum(_at(beliefs, level).unsqueeze(-1) + parts.pop(), -2)
+        messages = messages.index_copy(1, level, message)
+        beliefs = beliefs.index_add(1, forest.parent[level], message)
+    return _log_sum(_at(beliefs, forest.levels[0]), -1), beliefs, messages
+
+
+def log_marginals(beliefs: Tensor, messages: Tensor, pairs: Tensor, forest: Forest) -> Tensor:
+    """Return the log-probability of each value, by messages from the roots to the leaves.
+
+    :param beliefs: those of :func:`sum_product`, like the other parameters.
+    :returns: ``(num_points, num_variables, num_values)``; NaN for a sum of 0.
+    """
+    for level in forest.levels[1:]:
+        parent, message = forest.parent[level], _at(messages, level)
+        others = beliefs[:, parent] - torch.where(message > -math.inf, message, math.inf)
+        message = _log_sum(others.unsqueeze(-2) + _at(pairs, level), -1)
+        beliefs = beliefs.index_add(1, level, message)
+    return beliefs.log_softmax(-1)
+
+
+def draw_values(beliefs: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor, Tensor]:
+    """Draw all variables jointly, each given its parent.
+
+    :param beliefs: those of :func:`sum_product`, like the other parameters.
+    :returns: the places of the values ``(num_points, num_variables)``, and their log-probability
+        ``(num_points,)``; 0 without a density.
+    """
+    points = torch.arange(len(beliefs), device=beliefs.device).unsqueeze(-1)
+    places = torch.zeros(beliefs.shape[:-1], dtype=torch.long, device=beliefs.device)
+    log_prob = beliefs.new_zeros(len(beliefs))
+    for depth, level in enumerate(forest.levels):
+        logits = beliefs[:, level]
+        if depth:
+            logits = logits + pairs[points, level, :, places[:, forest.parent[level]]]
+        density = Categorical(logits=logits.nan_to_num(0.0), validate_args=False)
+        places[:, level] = density.sample()
+        log_prob = log_prob + density.log_prob(places[:, level]).sum(-1)
+    return places, log_prob.nan_to_num(0.0)
+
+
+def _by_level(values: Tensor, forest: Forest) -> list[Tensor]:
+    """Return the variables of all levels; the gradient is a single concatenation."""
+    order = torch.cat(forest.levels)
+    if not torch.equal(order, torch.arange(len(order), device=order.device)):
+        values = values[:, order]
+    return [*values.split([len(level) for level in forest.levels], 1)]
+
+
+def _at(values: Tensor, level: Tensor) -> Tensor:
+    """Return the variables of a level; neighbours without a copy."""
+    first, number = int(level[0]), len(level)
+    if int(level[-1]) == first + number - 1:  # they ascend
+        return values.narrow(1, first, number)
+    return values[:, level]
+
+
+def _log_sum(values: Tensor, dim: int) -> Tensor:
+    """``logsumexp``, whose gradient is 0 where all values are -inf."""
+    largest = values.detach().amax(dim, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    total = (values - largest).exp().sum(dim)
+    is_possible = total > 0
+    total = torch.where(is_possible, total, 1.0).log() + largest.squeeze(dim)
+    return total.masked_fill(~is_possible, -math.inf)
