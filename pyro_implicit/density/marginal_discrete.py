@@ -93,7 +93,7 @@ class _Sum(NamedTuple):
     window: _Window
     values: Tensor  # (num_points, num_values, num_elements)
     beliefs: Tensor  # (num_points, num_elements, num_values)
-    pairs: Tensor  # (num_points, num_elements, num_values, num_values); empty without pairs
+    pairs: Tensor  # (num_points, num_children, num_values, num_values)
     value: Tensor  # (num_points,), the marginal log-density
     shares: Tensor  # (num_points, num_elements, num_values), log-probabilities, constant
     is_short: Tensor  # (num_points, num_elements), whether values outside of the window count
@@ -276,7 +276,7 @@ class DiscreteMarginal(Marginal):
         sums = sums.unflatten(0, (-1, number)).mT
         others, unary = sums[:, -1, 0], sums[:, :-1] + window.stride.log().unsqueeze(-1)
         unary = unary.masked_fill(unary.isnan() | ~is_value, -math.inf)
-        pairs = self._pairs(rest, values) if owners.is_pair.any() else unary[..., :0]
+        pairs = self._pairs(rest, values) if owners.is_pair.any() else unary[:, :0, :, None]
         totals, beliefs, messages = sum_product(unary, pairs, owners.forest)
         value = others + totals.sum(-1) + self._exact.log_det(vectors[::number])
         unary, pairs, totals = unary.detach(), pairs.detach(), totals.detach()
@@ -329,8 +329,11 @@ class DiscreteMarginal(Marginal):
         terms = torch.where(is_odd, terms.mT, terms)
         if terms.isnan().any():
             terms = terms.masked_fill(terms.isnan(), -math.inf)
-        pairs = terms.new_zeros(len(rest), self.num_integrated, number, number)
-        return pairs.index_add(1, owner, terms)
+        child, place = (owner.unsqueeze(-1) == owners.forest.children).nonzero(as_tuple=True)
+        if len(owner) == place.amax() + 1:
+            return terms[:, child[place.argsort()]]
+        pairs = terms.new_zeros(len(rest), len(owners.forest.children), number, number)
+        return pairs.index_add(1, place, terms)
 
     def _terms_of_pairs(self, rest: Tensor, even: Tensor, odd: Tensor) -> Tensor:
         values, transforms = {}, self.target.transforms

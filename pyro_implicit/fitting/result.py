@@ -680,6 +680,10 @@ class Fit(Printed):
         if self.parameters:
             values = {name: one.constrained for name, one in self.parameters.items()}
             yield f"learnt parameters: {describe(values)}"
+        target: Target | None = vars(self).get("target")
+        if target is not None and target.summed_out:
+            names = ", ".join(sorted(target.summed_out))
+            yield f"summed out: {names}; pyro.infer.infer_discrete draws them given the draws"
         if self.interrupted:
             yield (
                 "interrupted by Ctrl-C: the best guide and draws so far; with checkpoint= the same "

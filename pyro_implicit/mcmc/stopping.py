@@ -67,13 +67,15 @@ class Drift(NamedTuple):
     standard deviation as a share. Both include two standard errors of the drift. The standard
     deviation of a heavy-tailed quantity varies more than that of a normal one; its error is divided
     by that ratio, at most by 2. ``r_hat`` is the largest R-hat of values and squares, of
-    ``num_chains`` chains.
+    ``num_chains`` chains. ``is_annealed`` marks standard errors of annealed particles, which know
+    nothing of regions that no particle has found.
     """
 
     mean: float
     sd: float
     r_hat: float
     num_chains: int = DEFAULT.num_chains
+    is_annealed: bool = False
 
     def is_settled(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
         """Return whether all three numbers are small enough to stop."""
@@ -102,8 +104,10 @@ class Drift(NamedTuple):
     def __str__(self) -> str:
         if self.mean >= 1:  # `open_errors` knows nothing beyond the distance of the starts
             return f"means may be off by 1 sd or more, R-hat {self.r_hat:.3f}"
+        unless = ", or more if annealing missed a region" if self.is_annealed else ""
         return (
-            f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}, R-hat {self.r_hat:.3f}"
+            f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}{unless}, "
+            f"R-hat {self.r_hat:.3f}"
         )
 
 

@@ -215,7 +215,7 @@ class Cloud:
         sd = (0.5 * self.errors(squares) / heavy).max().item()
         # R-hat of chains whose means have this error.
         r_hat = math.sqrt(1 + num_chains * mean**2)
-        return Drift(policy.errors * mean, policy.errors * sd, r_hat, num_chains)
+        return Drift(policy.errors * mean, policy.errors * sd, r_hat, num_chains, True)
 
     def joined(self, other: Cloud) -> Cloud:
         """Return the particles of two independent clouds of one reference."""

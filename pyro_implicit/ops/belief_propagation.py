@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,11 @@ class Forest(NamedTuple):
 
     parent: Tensor
     levels: list[Tensor]
+
+    @property
+    def children(self) -> Tensor:
+        """All variables but the roots, level by level."""
+        return torch.cat([*self.levels[1:], self.parent[:0]])
 
     def to(self, device: torch.device) -> Forest:
         """Return the same trees on a device."""
@@ -84,12 +90,12 @@ def sum_product(unary: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor, T
     **Example:**
 
     >>> forest = find_forest(torch.tensor([[0, 1]]), 2)
-    >>> sum_product(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 3), forest)[0].exp()  # 3 * 3
+    >>> sum_product(torch.zeros(1, 2, 3), torch.zeros(1, 1, 3, 3), forest)[0].exp()  # 3 * 3
     tensor([[9.]])
 
     :param unary: u, ``(num_points, num_variables, num_values)``, -inf for impossible values.
-    :param pairs: t, ``(num_points, num_variables, num_values, num_values)``, a variable's own
-        values first, then those of its parent; those of roots are ignored.
+    :param pairs: t of ``forest.children``, ``(num_points, num_children, num_values, num_values)``:
+        a variable's own values first, then those of its parent.
     :returns: the logarithms of the sums of the trees, ``(num_points, num_trees)``; the beliefs,
         ``unary`` with the messages of all children added; and the messages to the parents, 0 of
         roots, of the same shape.
@@ -99,9 +105,9 @@ def sum_product(unary: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor, T
     1. Pearl (1988), *Probabilistic Reasoning in Intelligent Systems*, section 4.2.
     """
     beliefs, messages = unary, torch.zeros_like(unary)
-    parts = _by_level(pairs, forest)
-    for level in reversed(forest.levels[1:]):
-        message = _log_sum(_at(beliefs, level).unsqueeze(-1) + parts.pop(), -2)
+    levels = zip(forest.levels[1:], _by_level(pairs, forest), strict=True)
+    for level, part in reversed([*levels]):
+        message = _log_sum(_at(beliefs, level).unsqueeze(-1) + part, -2)
         messages = messages.index_copy(1, level, message)
         beliefs = beliefs.index_add(1, forest.parent[level], message)
     return _log_sum(_at(beliefs, forest.levels[0]), -1), beliefs, messages
@@ -113,10 +119,10 @@ def log_marginals(beliefs: Tensor, messages: Tensor, pairs: Tensor, forest: Fore
     :param beliefs: those of :func:`sum_product`, like the other parameters.
     :returns: ``(num_points, num_variables, num_values)``; NaN for a sum of 0.
     """
-    for level in forest.levels[1:]:
+    for level, part in zip(forest.levels[1:], _by_level(pairs, forest), strict=True):
         parent, message = forest.parent[level], _at(messages, level)
         others = beliefs[:, parent] - torch.where(message > -math.inf, message, math.inf)
-        message = _log_sum(others.unsqueeze(-2) + _at(pairs, level), -1)
+        message = _log_sum(others.unsqueeze(-2) + part, -1)
         beliefs = beliefs.index_add(1, level, message)
     return beliefs.log_softmax(-1)
 
@@ -131,22 +137,24 @@ def draw_values(beliefs: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor,
     points = torch.arange(len(beliefs), device=beliefs.device).unsqueeze(-1)
     places = torch.zeros(beliefs.shape[:-1], dtype=torch.long, device=beliefs.device)
     log_prob = beliefs.new_zeros(len(beliefs))
-    for depth, level in enumerate(forest.levels):
+    for level, part in zip(forest.levels, [None, *_by_level(pairs, forest)], strict=True):
         logits = beliefs[:, level]
-        if depth:
-            logits = logits + pairs[points, level, :, places[:, forest.parent[level]]]
+        if part is not None:
+            own = torch.arange(len(level), device=level.device)
+            logits = logits + part[points, own, :, places[:, forest.parent[level]]]
         density = Categorical(logits=logits.nan_to_num(0.0), validate_args=False)
         places[:, level] = density.sample()
         log_prob = log_prob + density.log_prob(places[:, level]).sum(-1)
     return places, log_prob.nan_to_num(0.0)
 
 
-def _by_level(values: Tensor, forest: Forest) -> list[Tensor]:
-    """Return the variables of all levels; the gradient is a single concatenation."""
-    order = torch.cat(forest.levels)
-    if not torch.equal(order, torch.arange(len(order), device=order.device)):
-        values = values[:, order]
-    return [*values.split([len(level) for level in forest.levels], 1)]
+def _by_level(pairs: Tensor, forest: Forest) -> Sequence[Tensor]:
+    """Return the terms of each level but the roots; the gradient is a single concatenation."""
+    return (
+        pairs.split([len(level) for level in forest.levels[1:]], 1)
+        if len(forest.levels) > 1
+        else ()
+    )
 
 
 def _at(values: Tensor, level: Tensor) -> Tensor:

@@ -116,3 +116,28 @@ def test_more_weights_confirm_those_that_were_accepted(efficiency, khat, confirm
 
     Found.efficiency, Found.khat = efficiency, khat
     assert CorrectionPolicy().confirms(Found(torch.zeros(1)), 0.85) == confirmed
+
+
+def skewed() -> None:
+    """The logarithms of six gamma variables."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(6), 10.0).to_event(1))
+    density = dist.Gamma(2.0, 1.0).log_prob(x.exp()) + x - dist.Normal(0.0, 10.0).log_prob(x)
+    pyro.factor("density", density.sum(-1))
+
+
+def test_moments_replace_a_training_that_is_too_expensive() -> None:
+    torch.set_default_dtype(torch.float64)
+    policy = FitPolicy(
+        correction=CorrectionPolicy(num_matched=4), schedule=Schedule(max_gap=torch.inf)
+    )
+    result = fit(skewed, "auto", seed=0, policy=policy, progress=False)
+    assert [stage.name for stage in result.stages] == ["search", "gaussian", "choose", "correct"]
+    told = result.stages[-1].outcome
+    shares = [int(share) for share in re.findall(r"size (\d+)%", told)]
+    assert len(shares) > 1 and shares == sorted(shares) and shares[-1] > shares[0] + 10
+    assert "; with its moments " in told
+    assert result.correction == pytest.approx(shares[-1] / 100, abs=0.01)
+    x = result.sample(20_000)["x"]
+    sd = torch.polygamma(1, torch.tensor(2.0)).sqrt()
+    assert (x.mean(0) - torch.digamma(torch.tensor(2.0))).abs().max() < 0.04 * sd
+    assert (x.std(0) / sd - 1).abs().max() < 0.06

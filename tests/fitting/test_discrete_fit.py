@@ -15,6 +15,7 @@ from pyro_implicit import diagnose, fit
 from pyro_implicit.density import marginal_discrete
 from pyro_implicit.density.policy import DISCRETE
 from pyro_implicit.fitting import Fit
+from pyro_implicit.fitting.policy import DEFAULT as FIT
 
 Y = torch.tensor([6.0, 9.0, 4.0])
 
@@ -93,6 +94,40 @@ def test_results_with_summed_elements(summed, tmp_path):
     more = summed.update(thinned, Y + 1, sites=["rate"], progress=False)
     mean = 43 / 1.9  # the posterior of both data
     assert more.sample(4000)["rate"].mean().item() == pytest.approx(mean, abs=0.1 * mean**0.5)
+
+
+def population(y):
+    growth = pyro.sample("growth", dist.LogNormal(0.0, 0.3))
+    n = 20.0
+    for year in range(len(y)):
+        n = pyro.sample(f"n_{year}", dist.Poisson(growth * n + 0.5))
+        pyro.sample(f"y_{year}", dist.Binomial(n, 0.5), obs=y[year])
+
+
+def test_chains_of_counts_are_summed_out():
+    y = torch.tensor([12.0, 10.0, 17.0])
+    few = replace(FIT.integration, num_draws=1024, weigh_seconds=1.0)
+    result = fit(
+        population, "auto", y, seed=0, policy=replace(FIT, integration=few), progress=False
+    )
+    assert result.stages[0].outcome == "3 latent variables (n_0, n_1, n_2) summed out, 1 remain"
+    assert result.refined is None
+    draws = result.sample(1000)
+    growth, n = torch.linspace(-1.2, 1.2, 61).exp(), torch.arange(200.0)
+    step = dist.Poisson(growth[:, None, None] * n.unsqueeze(-1) + 0.5).log_prob(n).exp()
+    ahead = dist.Poisson(20 * growth.unsqueeze(-1) + 0.5).log_prob(n).exp()
+    for year, count in enumerate(y):
+        ahead = ahead if year == 0 else (ahead.unsqueeze(1) @ step).squeeze(1)
+        seen = dist.Binomial(n.clamp(min=count), 0.5).log_prob(count).exp()
+        ahead = ahead * torch.where(n >= count, seen, 0.0)
+    weight = ahead.sum(-1) * dist.Normal(0.0, 0.3).log_prob(growth.log()).exp()
+    weight = weight / weight.sum()
+    mean = (weight * growth.log()).sum()
+    sd = (weight * (growth.log() - mean).square()).sum().sqrt().item()
+    assert draws["growth"].log().mean().item() == pytest.approx(mean.item(), abs=0.15 * sd)
+    assert draws["growth"].log().std().item() == pytest.approx(sd, rel=0.1)
+    last = (weight * (ahead @ n) / ahead.sum(-1)).sum().item()
+    assert draws["n_2"].mean().item() == pytest.approx(last, abs=0.15 * draws["n_2"].std().item())
 
 
 def test_a_sum_that_is_cut_is_not_used(monkeypatch):

@@ -28,7 +28,7 @@ def forest_of(edges: Tensor, number: int) -> Forest:
 
 @pytest.fixture
 def tables() -> tuple[Tensor, Tensor]:
-    unary, pairs = torch.randn(2, 5, 3).double(), torch.randn(2, 5, 3, 3).double()
+    unary, pairs = torch.randn(2, 5, 3).double(), torch.randn(2, 3, 3, 3).double()
     unary[0, 4, 1] = -math.inf
     pairs[0, 1, :, 2] = -math.inf  # a value of the parent without a possible value of the child
     return unary, pairs
@@ -38,9 +38,8 @@ def joint(unary: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor, Tensor]
     """Return all joint values and their log-weights, ``(num_points, 3^5)``."""
     values = torch.cartesian_prod(*[torch.arange(3)] * 5)
     total = sum(unary[:, k, values[:, k]] for k in range(5))
-    for level in forest.levels[1:]:
-        for k in level.tolist():
-            total = total + pairs[:, k, values[:, k], values[:, int(forest.parent[k])]]
+    for place, k in enumerate(forest.children.tolist()):
+        total = total + pairs[:, place, values[:, k], values[:, int(forest.parent[k])]]
     return values, total
 
 
