@@ -136,12 +136,8 @@ class DiscreteMarginal(Marginal):
         assert target.elements is not None
         super().__init__(target, exact, list(target.sampled), policy)
         low, high, _ = target.elements
-        self._owners, self._low, self._high = (
-            owners,
-            low.to(exact.init_loc),
-            high.to(exact.init_loc),
-        )
-        most = DISCRETE.most_paired if owners.is_pair.any() else DISCRETE.most_values
+        self._owners = owners
+        self._low, self._high = low.to(exact.init_loc), high.to(exact.init_loc)
         self._is_label = target.elements.is_label
         most = DISCRETE.most_paired if owners.is_pair.any() else DISCRETE.most_values
         self._most = int(target.elements.num_values.max().clamp(max=most))
@@ -282,7 +278,8 @@ class DiscreteMarginal(Marginal):
         unary, pairs, totals = unary.detach(), pairs.detach(), totals.detach()
         beliefs, messages = beliefs.detach(), messages.detach()
         shares = log_marginals(beliefs, messages, pairs, owners.forest)
-        is_coarse = self._is_coarse(unary, pairs, totals, window) | self._jumps(shares, window)
+        is_coarse = self._is_coarse(unary, pairs, totals, window)
+        is_coarse |= self._jumps(shares, pairs, window)
         is_short = self._is_short(shares.exp(), window)
         return _Sum(window, values, beliefs, pairs, value, shares, is_short, is_coarse)
 
@@ -296,19 +293,27 @@ class DiscreteMarginal(Marginal):
         errors = (sum_product(half, pairs, self._owners.forest)[0] - totals).abs()
         return ~(errors < 2 * (DISCRETE.negligible / 2) ** 0.25).all(-1)
 
-    def _jumps(self, shares: Tensor, window: _Window) -> Tensor:
-        """Return whether a value counts whose neighbour is impossible, ``(num_points,)``.
+    def _jumps(self, shares: Tensor, pairs: Tensor, window: _Window) -> Tensor:
+        """Return whether a value counts next to an impossible one, ``(num_points,)``.
 
         Strides are for smooth functions: the sum of every h-th value misjudges a jump in proportion
         to h.
         """
+        has_stride, counts = window.stride > 1, shares > math.log(DISCRETE.negligible)
         after = window.first + window.number * window.stride > self._high
         is_impossible = torch.nn.functional.pad(shares == -math.inf, (1, 1))
         is_impossible[..., 0] = window.first - window.stride < self._low
         is_impossible[..., -1] = after
         is_edge = is_impossible[..., :-2] | is_impossible[..., 2:]
-        jumps = (is_edge & (shares > math.log(DISCRETE.negligible))).any(-1)
-        return (jumps & (window.stride > 1)).any(-1)
+        jumps = ((is_edge & counts).any(-1) & has_stride).any(-1)
+        is_impossible = pairs == -math.inf
+        if is_impossible.any() and has_stride.any():
+            child = self._owners.forest.children
+            parent = self._owners.forest.parent[child]
+            both = counts[:, child].unsqueeze(-1) & counts[:, parent].unsqueeze(-2)
+            has_stride = has_stride[:, child] | has_stride[:, parent]
+            jumps |= ((both & is_impossible).any(-1).any(-1) & has_stride).any(-1)
+        return jumps
 
     def _pairs(self, rest: Tensor, values: Tensor) -> Tensor:
         """Return the terms of each element and its parent, see :func:`sum_product`.
@@ -339,12 +344,12 @@ class DiscreteMarginal(Marginal):
         values, transforms = {}, self.target.transforms
         for name, part in site_parts(rest, self.shapes).items():
             values[name] = transforms[name](part)
-        kinds = (site_parts(one, self._own) for one in (self._owners.forest.is_odd, even, odd))
-        for is_odd, *parts in zip(*(kind.values() for kind in kinds), strict=True):
+        kinds = [site_parts(one, self._own) for one in (self._owners.forest.is_odd, even, odd)]
+        for name in self.names:
+            is_odd, *parts = (kind[name] for kind in kinds)
             part = parts[int(is_odd.all())]
             if is_odd.any() and not is_odd.all():
                 part = torch.where(is_odd, parts[1], parts[0])
-            name = self.names[len(values) - len(self.shapes)]
             values[name] = transforms[name](part)
         return self._exact.terms_at(values, self._paired)
 
@@ -366,7 +371,9 @@ class DiscreteMarginal(Marginal):
         first, width = self._that_count(found, place.reshape(1))
         margin = (DISCRETE.margin * width).ceil()
         width = width + 2 * margin
-        number = min(int(width.max()), DISCRETE.first_values)
+        number = int((width / self._stride).ceil().max())
+        if number > DISCRETE.first_values * (1 if self._paired else 2):
+            number = DISCRETE.first_values  # a finer window for the values that count follows
         number = max(number, int(torch.where(self._is_label, width, 1).max()))
         self._window = self._between(first - margin, (width / number).ceil(), number)
 

@@ -95,7 +95,7 @@ def test_stated_errors_follow_known_variances(between, r_hat):
     assert found.stated()[:2] == pytest.approx(
         [max(pair) for pair in zip(expected, found[:2], strict=True)], abs=0.03
     )
-    assert Drift(2.0, 3.0, r_hat, 8).stated() == (2.0, 3.0, r_hat, 8)
+    assert Drift(2.0, 3.0, r_hat, 8).stated() == Drift(2.0, 3.0, r_hat, 8)
 
 
 def test_rotated_sites():
@@ -239,4 +239,6 @@ def test_chains_end_before_their_budget(settled, r_hat, gradients, is_extended, 
 def test_words_of_errors_that_have_no_bound():
     small = Drift(mean=0.2, sd=0.05, r_hat=1.1)
     assert str(small) == "means may be off by 0.20 sd, sds by 5.0%, R-hat 1.100"
+    annealed = str(small._replace(is_annealed=True))
+    assert annealed.endswith("sds by 5.0%, or more if annealing missed a region, R-hat 1.100")
     assert str(Drift(0.2, 0.05, 3.0).stated()) == "means may be off by 1 sd or more, R-hat 3.000"

@@ -251,7 +251,7 @@ def test_slices_cross_steps_without_annealing():
 def test_chains_that_stay_apart_are_annealed():
     """No gradient leads to the middle, where exp(-4) and less lies in the next parts."""
     found = walk_apart()
-    assert found.modes_weighed and found.settled
+    assert found.modes_weighed and found.settled and found.drift.is_annealed
     x = found.get_samples()["x"]
     shares = torch.tensor([(x.floor() == part).double().mean() for part in (9.0, 10.0, 11.0)])
     weights = torch.exp(-4.0 * torch.tensor([1.0, 0.0, 1.0]))
