@@ -269,27 +269,48 @@ def test_chains_of_counts_are_exact() -> None:
 
 
 def test_jumps_between_neighbours_need_all_values() -> None:
-    """The second count cannot exceed the first, and often equals it."""
+    """The second count cannot exceed the first; sums of every h-th value hardly differ."""
 
-    def factor(first: Tensor, second: Tensor, p: Tensor) -> Tensor:
-        kept = dist.Binomial(first, p, validate_args=False).log_prob(torch.minimum(second, first))
-        return torch.where(second <= first, kept, -math.inf)
+    def step(first: Tensor, second: Tensor, gap: Tensor) -> Tensor:
+        near = dist.Normal(gap, 30.0).log_prob(first - second)
+        return torch.where(second <= first, near, -math.inf)
 
-    def bounded() -> None:
-        p = pyro.sample("p", dist.Beta(20.0, 1.0))
-        first = pyro.sample("first", dist.Poisson(100.0))
-        second = pyro.sample("second", dist.Poisson(90.0))
-        pyro.factor("kept", factor(first, second, p))
+    def model() -> None:
+        gap = pyro.sample("gap", dist.Normal(60.0, 1.0))
+        first = pyro.sample("first", dist.Poisson(400.0))
+        second = pyro.sample("second", dist.Poisson(350.0))
+        pyro.factor("step", step(first, second, gap))
 
     depends = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
-    marginal = of_dependence(Target(bounded, sample_discrete=True), depends)
-    logit = torch.tensor([4.0]).double()
-    p, n = logit.sigmoid(), torch.arange(300.0).double()
-    joint = factor(n.unsqueeze(-1), n, p) + dist.Poisson(90.0).log_prob(n)
-    joint = joint + dist.Poisson(100.0).log_prob(n).unsqueeze(-1)
-    prior = dist.Beta(20.0, 1.0).log_prob(p) + (p * (1 - p)).log()
-    found = marginal.evaluate(logit.unsqueeze(0), with_score=False)[0]
-    torch.testing.assert_close(found, prior + joint.flatten().logsumexp(0), rtol=0, atol=1e-6)
+    marginal = of_dependence(Target(model, sample_discrete=True), depends)
+    gap, n = torch.tensor([60.0]).double(), torch.arange(700.0).double()
+    joint = step(n.unsqueeze(-1), n, gap) + dist.Poisson(350.0).log_prob(n)
+    joint = joint + dist.Poisson(400.0).log_prob(n).unsqueeze(-1)
+    exact = dist.Normal(60.0, 1.0).log_prob(gap) + joint.flatten().logsumexp(0)
+    found = marginal.evaluate(gap.unsqueeze(0), with_score=False)[0]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
+
+
+def test_terms_may_precede_those_of_the_parent() -> None:
+    """The third count is the parent of the second one, and a child of the first."""
+    data = torch.tensor([1.0, -2.0])
+
+    def model() -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        a, b, c = (pyro.sample(name, dist.Poisson(3.0)) for name in "abc")
+        pyro.sample("bc", dist.Normal(b - c, scale), obs=data[0])
+        pyro.sample("ac", dist.Normal(2 * a - c, scale), obs=data[1])
+
+    depends = torch.tensor([[0, 1, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]])
+    marginal = of_dependence(Target(model, sample_discrete=True), depends.bool())
+    log_scale = torch.tensor([0.3]).double()
+    a, b, c = torch.cartesian_prod(*[torch.arange(40.0).double()] * 3).unbind(-1)
+    joint = sum(dist.Poisson(3.0).log_prob(n) for n in (a, b, c))
+    joint = joint + dist.Normal(b - c, log_scale.exp()).log_prob(data[0].double())
+    joint = joint + dist.Normal(2 * a - c, log_scale.exp()).log_prob(data[1].double())
+    exact = dist.LogNormal(0.0, 1.0).log_prob(log_scale.exp()) + log_scale + joint.logsumexp(0)
+    found = marginal.evaluate(log_scale.unsqueeze(0), with_score=False)[0]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-6)
 
 
 def test_neighbours_of_one_site_are_exact() -> None:
