@@ -20,6 +20,7 @@ from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
 from pyro_implicit.diagnostics.checkup import plan_effort
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, candidates, train
 from pyro_implicit.fitting.candidates import mixture_weights
+from pyro_implicit.fitting.marginal_fit import _within_budget
 from pyro_implicit.fitting.refinement import (
     _score_of_chains,
     affordable_chains,
@@ -282,3 +283,12 @@ def test_weights_of_many_modes_obey_max_seconds(monkeypatch):
     assert "by the ELBOs" in state.result.stages[0].outcome
     assert "max_seconds is too short" in state.result.stages[1].outcome
     torch.testing.assert_close(found.guide.log_weights, weights, rtol=0, atol=0.03)
+
+
+def test_expensive_marginal_densities_are_matched_and_cheap_ones_trained():
+    policy = FitPolicy()
+    dear, few = _within_budget(policy, dim=3, value=0.01, score=0.03)
+    cheap, many = _within_budget(policy, dim=3, value=1e-5, score=3e-5)
+    assert dear.schedule.max_gap == math.inf and dear.correction.num_matched > 0
+    assert cheap.schedule == policy.schedule and cheap.correction == policy.correction
+    assert few.num_starts < many.num_starts and dear.correction.num_weighed == 1000
