@@ -149,6 +149,8 @@ class DiscreteMarginal(Marginal):
         self._sites = exact.sites_of_terms()
         is_pair = owners.is_pair.tolist()
         self._paired = {name for name, own in zip(self._sites, is_pair, strict=True) if own}
+        #: Whether elements share terms.
+        self.has_pairs = bool(self._paired)
 
     def evaluate(self, rest: Tensor, with_score: bool = True) -> tuple[Tensor, Tensor]:
         """Return log-density and gradient, see :meth:`Marginal.evaluate`."""

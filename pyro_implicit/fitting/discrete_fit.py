@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,6 +20,7 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.kernels.window_gibbs import dependence, terms_given
 from pyro_implicit.mcmc.policy import DEFAULT
+from pyro_implicit.runtime.clock import TimeLimit
 
 __all__ = ["fit_discrete"]
 
@@ -28,10 +31,11 @@ def fit_discrete(
     refine: Literal["auto"] | bool,
     fit_rest: Callable[..., Fit],
 ) -> Fit:
-    """Sum over discrete elements that are independent given all others, or sample by chains.
+    """Sum over discrete elements whose terms form trees, or sample by chains.
 
     The chains of all latent variables start at draws of the prior, which are then the guide of the
-    result.
+    result. If elements share terms, short chains are tried first: where they mix, they are cheaper
+    than sums over pairs of values.
 
     :param target: of which some discrete latent variables have coordinates.
     :param fit_rest: see :func:`~pyro_implicit.fitting.marginal_fit.fit_marginal`.
@@ -50,10 +54,34 @@ def fit_discrete(
             f"the discrete latents {names}, which Pyro cannot enumerate. Cure: a prior, by "
             "pyro.sample, in place of pyro.param"
         )
-    result, budget = stages.result, stages.policy.budget
     marginal = _find_marginal(target, stages)
+    if marginal is not None and marginal.has_pairs and _short_chains_converge(stages, target):
+        return stages.result
     if marginal is not None and fit_marginal(stages, marginal, refine, fit_rest):
-        return result
+        return stages.result
+    return _by_chains(stages, target)
+
+
+def _short_chains_converge(stages: Stages, target: Target) -> bool:
+    limits, result = stages.policy.integration, stages.result
+    seconds = min(limits.chain_seconds, stages.limit.left(1 - limits.time_share))
+    if seconds <= 0:
+        return False
+    trial = replace(stages, limit=TimeLimit(seconds))
+    trial.result.target = target
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _by_chains(trial, target)
+    if not (found.interrupted or getattr(found.refined, "settled", False)):
+        return False
+    result.guide, result.chosen, result.refined = found.guide, found.chosen, found.refined
+    result.stages, result.interrupted = [*result.stages, *found.stages], found.interrupted
+    return True
+
+
+def _by_chains(stages: Stages, target: Target) -> Fit:
+    names = ", ".join(f"'{name}'" for name in target.sampled)
+    result, budget = stages.result, stages.policy.budget
     with result.stage("discrete") as line:
         why = f", as the sum over their values fails ({target.unsummed})" if target.unsummed else ""
         line.outcome = f"{target.discrete_dim} elements of {names} are sampled{why}"

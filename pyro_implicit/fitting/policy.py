@@ -659,6 +659,10 @@ class IntegrationPolicy:
     #: Newton steps of a typical path, by which the number of paths follows from the budget.
     usual_steps: int = 10
 
+    #: Seconds of chains that are tried before pairs of discrete values are summed. Chains of twelve
+    #: counts with a known share of sightings converge in 2.
+    chain_seconds: float = 10.0
+
     #: Gaussians with the moments of weighted draws, at most, if a training is too expensive.
     num_matched: int = 4
 

@@ -106,7 +106,7 @@ def population(y):
 
 def test_chains_of_counts_are_summed_out():
     y = torch.tensor([12.0, 10.0, 17.0])
-    few = replace(FIT.integration, num_draws=1024, weigh_seconds=1.0)
+    few = replace(FIT.integration, num_draws=1024, weigh_seconds=1.0, chain_seconds=1e-3)
     result = fit(
         population, "auto", y, seed=0, policy=replace(FIT, integration=few), progress=False
     )
@@ -128,6 +128,13 @@ def test_chains_of_counts_are_summed_out():
     assert draws["growth"].log().std().item() == pytest.approx(sd, rel=0.1)
     last = (weight * (ahead @ n) / ahead.sum(-1)).sum().item()
     assert draws["n_2"].mean().item() == pytest.approx(last, abs=0.15 * draws["n_2"].std().item())
+
+
+def test_short_chains_of_counts_suffice_if_they_converge():
+    y = torch.tensor([12.0, 10.0, 17.0])
+    result = fit(population, "auto", y, seed=0, progress=False)
+    assert [stage.name for stage in result.stages] == ["discrete", "refine"]
+    assert result.refined.settled and result.chosen == "prior" and result.draws is None
 
 
 def test_a_sum_that_is_cut_is_not_used(monkeypatch):
