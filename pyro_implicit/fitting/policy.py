@@ -661,7 +661,7 @@ class IntegrationPolicy:
 
     #: Seconds of chains that are tried before pairs of discrete values are summed. Chains of twelve
     #: counts with a known share of sightings converge in 2.
-    chain_seconds: float = 10.0
+    chain_seconds: float = 20.0
 
     #: Gaussians with the moments of weighted draws, at most, if a training is too expensive.
     num_matched: int = 4
