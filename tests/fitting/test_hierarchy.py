@@ -226,7 +226,7 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
     policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
     if by_chains:
         policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))
-        options["max_seconds"] = 6.0
+        options["max_seconds"] = 10.0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "chains of the global variables stopped at max_seconds")
         result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
