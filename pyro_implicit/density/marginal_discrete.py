@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Discrete elements with pairwise terms that form trees: sum them out.
 
 Let each term :math:`t_k` of the log-density depend on at most two of the discrete elements

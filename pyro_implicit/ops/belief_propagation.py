@@ -14,6 +14,8 @@ from scipy.sparse.csgraph import breadth_first_order, connected_components
 from torch import Tensor
 from torch.distributions import Categorical
 
+from pyro_implicit.ops import log_space
+
 __all__ = ["Forest", "draw_values", "find_forest", "log_marginals", "sum_product"]
 
 
@@ -107,10 +109,10 @@ def sum_product(unary: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor, T
     beliefs, messages = unary, torch.zeros_like(unary)
     levels = zip(forest.levels[1:], _by_level(pairs, forest), strict=True)
     for level, part in reversed([*levels]):
-        message = _log_sum(_at(beliefs, level).unsqueeze(-1) + part, -2)
+        message = log_space.einsum("icv,icvp->icp", _at(beliefs, level), part)
         messages = messages.index_copy(1, level, message)
         beliefs = beliefs.index_add(1, forest.parent[level], message)
-    return _log_sum(_at(beliefs, forest.levels[0]), -1), beliefs, messages
+    return log_space.einsum("icv->ic", _at(beliefs, forest.levels[0])), beliefs, messages
 
 
 def log_marginals(beliefs: Tensor, messages: Tensor, pairs: Tensor, forest: Forest) -> Tensor:
@@ -122,7 +124,7 @@ def log_marginals(beliefs: Tensor, messages: Tensor, pairs: Tensor, forest: Fore
     for level, part in zip(forest.levels[1:], _by_level(pairs, forest), strict=True):
         parent, message = forest.parent[level], _at(messages, level)
         others = beliefs[:, parent] - torch.where(message > -math.inf, message, math.inf)
-        message = _log_sum(others.unsqueeze(-2) + part, -1)
+        message = log_space.einsum("icp,icvp->icv", others, part)
         beliefs = beliefs.index_add(1, level, message)
     return beliefs.log_softmax(-1)
 
@@ -150,11 +152,7 @@ def draw_values(beliefs: Tensor, pairs: Tensor, forest: Forest) -> tuple[Tensor,
 
 def _by_level(pairs: Tensor, forest: Forest) -> Sequence[Tensor]:
     """Return the terms of each level but the roots; the gradient is a single concatenation."""
-    return (
-        pairs.split([len(level) for level in forest.levels[1:]], 1)
-        if len(forest.levels) > 1
-        else ()
-    )
+    return pairs.split([len(level) for level in forest.levels[1:]], 1)
 
 
 def _at(values: Tensor, level: Tensor) -> Tensor:
@@ -163,13 +161,3 @@ def _at(values: Tensor, level: Tensor) -> Tensor:
     if int(level[-1]) == first + number - 1:  # they ascend
         return values.narrow(1, first, number)
     return values[:, level]
-
-
-def _log_sum(values: Tensor, dim: int) -> Tensor:
-    """``logsumexp``, whose gradient is 0 where all values are -inf."""
-    largest = values.detach().amax(dim, keepdim=True)
-    largest = largest.masked_fill(largest == -math.inf, 0.0)
-    total = (values - largest).exp().sum(dim)
-    is_possible = total > 0
-    total = torch.where(is_possible, total, 1.0).log() + largest.squeeze(dim)
-    return total.masked_fill(~is_possible, -math.inf)

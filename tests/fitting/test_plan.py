@@ -287,8 +287,8 @@ def test_weights_of_many_modes_obey_max_seconds(monkeypatch):
 
 def test_expensive_marginal_densities_are_matched_and_cheap_ones_trained():
     policy = FitPolicy()
-    dear, few = _within_budget(policy, dim=3, value=0.01, score=0.03)
+    expensive, few = _within_budget(policy, dim=3, value=0.01, score=0.03)
     cheap, many = _within_budget(policy, dim=3, value=1e-5, score=3e-5)
-    assert dear.schedule.max_gap == math.inf and dear.correction.num_matched > 0
+    assert expensive.schedule.max_gap == math.inf and expensive.correction.num_matched > 0
     assert cheap.schedule == policy.schedule and cheap.correction == policy.correction
-    assert few.num_starts < many.num_starts and dear.correction.num_weighed == 1000
+    assert few.num_starts < many.num_starts and expensive.correction.num_weighed == 1000
