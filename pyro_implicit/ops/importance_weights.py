@@ -215,12 +215,15 @@ class LogWeights:
     def resample(self, num_samples: int) -> Tensor:
         """Select draws in proportion to their weights, in random order.
 
-        Systematic resampling: the numbers of copies have the least variance.
+        Systematic resampling of the shuffled draws: the numbers of copies have the least variance.
+        In their own order, equidistant ones of Sobol draws share digits: the mean of 8,192 was off
+        by up to 0.28 standard deviations.
 
         :param num_samples: the number of selected draws.
         :returns: indices of draws, ``(num_samples,)``.
         """
-        rows = systematic(self.shares, num_samples)
+        order = torch.randperm(len(self), device=self.values.device)
+        rows = order[systematic(self.shares[order], num_samples)]
         return rows[torch.randperm(num_samples, device=rows.device)]
 
 
