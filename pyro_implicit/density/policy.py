@@ -376,6 +376,29 @@ class MarginalPolicy:
     max_fault: float = 1e-2
 
 
+@dataclass(frozen=True)
+class SymmetryPolicy:
+    """How groups that leave a posterior unchanged are found."""
+
+    #: Points at which the density is compared.
+    num_points: int = 4
+
+    #: Errors of the density by rounding in nats: a share of its size, 45,000 times that of one
+    #: number in double precision, and that of terms in single precision, such as the log-density
+    #: of ``Gamma(2.0, 0.3)``.
+    relative: float = 1e-11
+    absolute: float = 1e-4
+
+    #: Plates and dimensions of one length whose subsets are all tried; of more, the whole.
+    most_blocks: int = 6
+
+    #: Units of the largest rotations.
+    most_rotated: int = 64
+
+    #: Seconds of one core that all subsets may take.
+    max_seconds: float = 2.0
+
+
 RUNS = RunPolicy()
 GROUPS = GroupPolicy()
 MARGINAL = MarginalPolicy()
@@ -384,3 +407,4 @@ DISCRETE = DiscretePolicy()
 GRADIENTS = GradientPolicy()
 SEARCH = SearchPolicy()
 ROUNDING = RoundingPolicy()
+SYMMETRY = SymmetryPolicy()

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Symmetries of a posterior: permutations, reflections and rotations of exchangeable units.
+
+The components of a mixture have no order, the hidden units of a network neither order nor sign, and
+the factors of a factor model may be rotated. For such a group G, :math:`p(g \theta) = p(\theta)`:
+the posterior has up to :math:`|G|` equal copies of each mode, which no chain visits all. It need not:
+if :math:`\theta` is a draw of the posterior within any copies, and g is uniform on G and independent
+of it, then :math:`g \theta` is a draw of the posterior (Frühwirth-Schnatter, 2001, for the
+components of mixtures). Chains therefore start in one copy, their convergence is judged by functions
+that no g changes, and each draw is moved by a random g in the end.
+
+A group acts along dimensions of one length at some sites, *places*. It is found by trial: random
+members are applied to subsets of these places, at some points in double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import StickBreakingTransform, constraints
+
+from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import SYMMETRY
+from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.global_state import same_streams
+from pyro_implicit.runtime.sites import innermost_support, site_parts
+
+__all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
+
+Kind = Literal["permutations", "reflections", "rotations"]
+
+
+class Place(NamedTuple):
+    """A dimension of a site along which the units lie; ``dim`` is negative."""
+
+    site: str
+    dim: int
+
+
+class Symmetry(NamedTuple):
+    """A group that acts on the units at all its places at once.
+
+    ``key`` is the row, of the units' matrix, by which units are ordered: reflections make its
+    entries positive, permutations sort them.
+    """
+
+    kind: Kind
+    places: tuple[Place, ...]
+    size: int
+    key: int = 0
+
+    @property
+    def log_size(self) -> float:
+        """Logarithm of the number of members; infinite for rotations."""
+        if self.kind == "rotations":
+            return math.inf
+        return self.size * math.log(2) if self.kind == "reflections" else math.lgamma(self.size + 1)
+
+    def __str__(self) -> str:
+        names = " and ".join(dict.fromkeys(f"'{place.site}'" for place in self.places))
+        return f"{self.kind} of the {self.size} units of {names}"
+
+
+class Symmetries:
+    """Groups that leave a posterior unchanged, as maps of unconstrained vectors.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     with pyro.plate("components", 3):
+    ...         pyro.sample("loc", dist.Normal(0.0, 1.0))
+    >>> found = find_symmetries(Target(model))
+    >>> print(found)
+    permutations of the 3 units of 'loc'
+    >>> found.ordered(torch.tensor([[0.5, -1.0, 0.1]]))
+    tensor([[-1.0000,  0.1000,  0.5000]])
+
+    :param shapes: shapes of the sites' parts of a vector.
+    :param transforms: maps from these parts to values.
+    :param groups: which act on disjoint places if their kinds are equal.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, torch.Size],
+        transforms: dict[str, Any],
+        groups: tuple[Symmetry, ...] = (),
+    ) -> None:
+        self.groups = groups
+        self._shapes, self._transforms = shapes, transforms
+        used = {name for group in groups for name, _ in group.places}
+        #: Simplices, whose elements are not those of their unconstrained parts.
+        self._simplices = {
+            name for name in used if isinstance(transforms[name], StickBreakingTransform)
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.groups))
+
+    def shuffled(self, latent: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Apply a random member of each group to each vector.
+
+        :param latent: ``(*batch, latent_dim)``.
+        :param generator: the source of random numbers, on the CPU.
+        """
+
+        def draw(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
+            shape = len(latent.flatten(0, -2)), group.size
+            if group.kind == "permutations":
+                return torch.rand(shape, generator=generator).argsort(-1)
+            if group.kind == "reflections":
+                return torch.randint(2, shape, generator=generator) * 2 - 1
+            noise = torch.randn(*shape, group.size, generator=generator, dtype=torch.float64)
+            q, r = torch.linalg.qr(noise)
+            return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+
+        return self._moved(latent, draw, self.groups[::-1])
+
+    def ordered(self, latent: Tensor) -> Tensor:
+        """Return the member of each vector's orbit in which the units are in order.
+
+        Functions of it are all functions that no member of the groups changes.
+
+        :param latent: ``(*batch, latent_dim)``.
+        """
+        return self._moved(latent, _order, self.groups)
+
+    def keyed(self, latent: Tensor) -> Symmetries:
+        """Return the same groups with the keys by which the units of some draws differ most.
+
+        :param latent: ``(num_draws, latent_dim)``, of any copies.
+        """
+        groups: list[Symmetry] = []
+        for group in self.groups:
+            before = Symmetries(self._shapes, self._transforms, tuple(groups)).ordered(latent)
+            units = _units(group, self._values(before))
+            if group.kind == "permutations":
+                rows = units.sort(-1).values
+                gaps = rows.mean(0).diff(dim=-1) / torch.maximum(*_ends(rows.std(0)))
+            else:
+                gaps = units.abs().mean(0) / units.abs().std(0)
+            key = int(gaps.amin(-1).nan_to_num(0.0, posinf=0.0).argmax())
+            groups.append(group._replace(key=key))
+        return Symmetries(self._shapes, self._transforms, tuple(groups))
+
+    def _moved(
+        self,
+        latent: Tensor,
+        member_of: Callable[[Symmetry, dict[str, Tensor]], Tensor],
+        groups: Iterable[Symmetry],
+    ) -> Tensor:
+        if not self.groups or latent.numel() == 0:
+            return latent
+        values = self._values(latent.flatten(0, -2))
+        for group in groups:
+            member = member_of(group, values).to(latent.device)
+            for name, dim in group.places:
+                values[name] = _apply(group.kind, member, values[name], dim)
+        parts = []
+        for name, value in values.items():
+            part = self._transforms[name].inv(value) if name in self._simplices else value
+            parts.append(part.reshape(len(part), -1).to(latent))
+        return torch.cat(parts, -1).reshape(latent.shape)
+
+    def _values(self, latent: Tensor) -> dict[str, Tensor]:
+        """Return the parts of unconstrained vectors by site, but the values of simplices."""
+        parts = site_parts(latent, self._shapes)
+        for name in self._simplices:
+            parts[name] = self._transforms[name](parts[name].double())
+        return parts
+
+
+def _ends(values: Tensor) -> tuple[Tensor, Tensor]:
+    return values[..., 1:], values[..., :-1]
+
+
+def _rows(value: Tensor, dim: int) -> Tensor:
+    """Return the entries of all units at a place, ``(num_points, num_entries, num_units)``."""
+    return value.movedim(dim, -1).reshape(len(value), -1, value.shape[dim])
+
+
+def _units(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
+    """Return the entries of all units, ``(num_points, num_entries, num_units)``."""
+    rows = [_rows(values[name], dim) for name, dim in group.places]
+    return torch.cat([row.double() for row in rows], 1)
+
+
+def _apply(kind: Kind, member: Tensor, value: Tensor, dim: int) -> Tensor:
+    """Apply a member of a group for each point, in the form of :func:`_order`, at a place."""
+    rows = _rows(value, dim)
+    if kind == "permutations":
+        moved = rows.gather(-1, member.unsqueeze(1).expand_as(rows))
+    elif kind == "reflections":
+        moved = rows * member.unsqueeze(1)
+    else:
+        moved = (rows.to(member) @ member).to(rows)
+    return moved.reshape(value.movedim(dim, -1).shape).movedim(-1, dim)
+
+
+def _order(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
+    """Return the members that bring units in order.
+
+    :returns: the old unit at each place or its sign, ``(num_points, size)``, or an orthogonal
+        matrix that makes the first rows of the units a triangle of positive diagonal,
+        ``(num_points, size, size)``.
+    """
+    units = _units(group, values)
+    if group.kind == "permutations":
+        return units[:, group.key].argsort(-1)
+    if group.kind == "reflections":
+        return torch.where(units[:, group.key] < 0, -1, 1)
+    q, r = torch.linalg.qr(units[:, : group.size].mT, mode="complete")
+    sign = torch.ones(q.shape[:-1]).to(q)
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    sign[:, : diagonal.shape[-1]] = torch.where(diagonal < 0, -1.0, 1.0)
+    return q * sign.unsqueeze(-2)
+
+
+@torch.no_grad()
+def find_symmetries(target: Target) -> Symmetries:
+    """Find groups that leave the posterior unchanged, by trial in double precision.
+
+    Exchangeable units lie in one plate, or along dimensions of one length. Their sites may be of
+    any support for permutations, also elements of a simplex, and unbounded for reflections and
+    rotations. Models whose runs fail in double precision, or take too long, have none.
+
+    :param target: the posterior.
+    """
+    none = Symmetries(target.shapes, target.transforms)
+    places = list(_places(target))
+    if target.sampled or not places:
+        return none
+    with same_streams(target.init_loc.device):
+        torch.manual_seed(0)
+        try:
+            number = SYMMETRY.num_points
+            if 2**SYMMETRY.most_blocks * target.seconds() > SYMMETRY.max_seconds:
+                return none
+            noise = torch.randn(number, target.latent_dim).to(target.init_loc)
+            points = torch.cat([target.sample_prior(number), target.init_loc + noise])
+            trial = _Trial(target, points)
+        except IMPOSSIBLE:
+            return none
+        groups = tuple(_search(trial, places)) if trial.is_possible else ()
+    return Symmetries(target.shapes, target.transforms, groups)
+
+
+@torch.no_grad()
+def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetries:
+    """Return the groups that leave the density unchanged at some points, too.
+
+    :param points: of the posterior, ``(num_points, latent_dim)``.
+    """
+    if not symmetries:
+        return symmetries
+    with same_streams(target.init_loc.device):
+        try:
+            trial = _Trial(target, points[: SYMMETRY.num_points])
+        except IMPOSSIBLE:
+            return symmetries
+        groups = tuple(group for group in symmetries.groups if trial.holds([group])[0])
+    return Symmetries(target.shapes, target.transforms, groups)
+
+
+class _Candidate(NamedTuple):
+    place: Place
+    size: int
+    plate: str
+    is_real: bool
+
+
+def _places(target: Target) -> Iterator[_Candidate]:
+    """Return the dimensions of sites along which elements may be exchanged."""
+    trace = target.trace_at(target.init_loc)
+    for name, shape in target.shapes.items():
+        site, transform = trace.nodes[name], target.transforms[name]
+        is_simplex = isinstance(transform, StickBreakingTransform)
+        support = innermost_support(site["fn"].support)
+        is_real = isinstance(support, type(constraints.real))
+        shape = site["value"].shape if is_simplex else shape
+        plates = {frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
+        num_events = len(shape) - len(site["fn"].batch_shape)
+        for dim in range(-len(shape), 0):
+            is_event = dim >= -num_events
+            if shape[dim] < 2 or (is_event and not is_simplex and support.event_dim):
+                continue
+            plate = "" if is_event else plates.get(dim + num_events, "")
+            yield _Candidate(Place(name, dim), shape[dim], plate, is_real)
+
+
+def _search(trial: _Trial, places: list[_Candidate]) -> Iterator[Symmetry]:
+    rotated: set[Place] = set()
+    kinds: tuple[Kind, ...] = ("rotations", "reflections", "permutations")
+    for kind in kinds:
+        for size in sorted({one.size for one in places}):
+            if kind == "rotations" and size > SYMMETRY.most_rotated:
+                continue
+            blocks: dict[Any, list[Place]] = {}
+            for place, length, plate, is_real in places:
+                if length == size and (is_real or kind == "permutations"):
+                    block = plate if plate and kind == "permutations" else place
+                    blocks.setdefault(block, []).append(place)
+            for group in _minimal(trial, kind, list(blocks.values()), size):
+                if kind == "rotations":
+                    rotated |= set(group.places)
+                if kind == "rotations" or not rotated.issuperset(group.places):
+                    yield group
+
+
+def _minimal(
+    trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int
+) -> Iterator[Symmetry]:
+    """Return the groups that act on disjoint sets of blocks, of as few blocks as possible."""
+    numbers = range(1, len(blocks) + 1)
+    if len(blocks) > SYMMETRY.most_blocks:
+        numbers = range(len(blocks), len(blocks) + 1)
+    subsets = [subset for number in numbers for subset in combinations(blocks, number)]
+    groups = [Symmetry(kind, tuple(sum(subset, [])), size) for subset in subsets]
+    taken: set[Place] = set()
+    for group, holds in zip(groups, trial.holds(groups), strict=True):
+        if holds and taken.isdisjoint(group.places):
+            taken |= set(group.places)
+            yield group
+
+
+class _Trial:
+    """Compares the density in double precision before and after random members of groups."""
+
+    def __init__(self, target: Target, points: Tensor) -> None:
+        self._target, self._exact = target, target.in_double()
+        points = points.double()
+        before = self._density(points)
+        best = before.nan_to_num(-math.inf).argsort(descending=True)[: SYMMETRY.num_points]
+        best = best[before[best].isfinite()]
+        self._points, self._before = points[best], before[best]
+        #: Whether there are enough points of finite density.
+        self.is_possible = len(best) > 1
+
+    def holds(self, groups: list[Symmetry]) -> list[bool]:
+        """Return whether each group leaves the density unchanged."""
+        found = [True] * len(groups)
+        for point, before in zip(self._points, self._before, strict=True):
+            index = [row for row, holds in enumerate(found) if holds]
+            if not index:
+                break
+            moved = [self._of(groups[row]).shuffled(point.unsqueeze(0)) for row in index]
+            after = self._density(torch.cat(moved))
+            tolerance = SYMMETRY.absolute + SYMMETRY.relative * before.abs()
+            for row, error in zip(index, (after - before).abs().tolist(), strict=True):
+                found[row] = error < tolerance
+        return found
+
+    def _of(self, group: Symmetry) -> Symmetries:
+        return Symmetries(self._target.shapes, self._target.transforms, (group,))
+
+    def _density(self, points: Tensor) -> Tensor:
+        """Return the density of values, in whose space the maps preserve volume."""
+        return self._exact.log_prob(points) - self._exact.log_det(points)
