@@ -383,6 +383,9 @@ class SymmetryPolicy:
     #: Points at which the density is compared.
     num_points: int = 4
 
+    #: Draws from which the keys are chosen by which units are ordered.
+    num_draws: int = 256
+
     #: Errors of the density by rounding in nats: a share of its size, 45,000 times that of one
     #: number in double precision, and that of terms in single precision, such as the log-density
     #: of ``Gamma(2.0, 0.3)``.
@@ -391,6 +394,10 @@ class SymmetryPolicy:
 
     #: Plates and dimensions of one length whose subsets are all tried; of more, the whole.
     most_blocks: int = 6
+
+    #: Root mean square distance of modes with their units in order, in sds of coordinates, up to
+    #: which they are the same: paths end a little beside a mode.
+    same_mode: float = 0.5
 
     #: Units of the largest rotations.
     most_rotated: int = 64

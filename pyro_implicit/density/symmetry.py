@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 from torch.distributions import StickBreakingTransform, constraints
 
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
-__all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
+__all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "different_modes", "find_symmetries"]
 
 Kind = Literal["permutations", "reflections", "rotations"]
 
@@ -107,6 +108,16 @@ class Symmetries:
     def __str__(self) -> str:
         return "; ".join(map(str, self.groups))
 
+    @property
+    def log_size(self) -> float:
+        """Logarithm of the number of maps, of all groups together."""
+        return sum(group.log_size for group in self.groups)
+
+    def finite(self) -> Symmetries:
+        """Return the groups that have finitely many members."""
+        groups = tuple(group for group in self.groups if math.isfinite(group.log_size))
+        return Symmetries(self._shapes, self._transforms, groups)
+
     def shuffled(self, latent: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Apply a random member of each group to each vector.
 
@@ -135,6 +146,10 @@ class Symmetries:
         """
         return self._moved(latent, _order, self.groups)
 
+    def is_ordered(self, latent: Tensor) -> Tensor:
+        """Return whether :meth:`ordered` leaves vectors as they are, ``(*batch)``."""
+        return torch.isclose(self.ordered(latent), latent).all(-1)
+
     def keyed(self, latent: Tensor) -> Symmetries:
         """Return the same groups with the keys by which the units of some draws differ most.
 
@@ -149,7 +164,7 @@ class Symmetries:
                 gaps = rows.mean(0).diff(dim=-1) / torch.maximum(*_ends(rows.std(0)))
             else:
                 gaps = units.abs().mean(0) / units.abs().std(0)
-            key = int(gaps.amin(-1).nan_to_num(0.0, posinf=0.0).argmax())
+            key = int(gaps.amin(-1).nan_to_num(0.0).argmax())
             groups.append(group._replace(key=key))
         return Symmetries(self._shapes, self._transforms, tuple(groups))
 
@@ -270,6 +285,27 @@ def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetr
             return symmetries
         groups = tuple(group for group in symmetries.groups if trial.holds([group])[0])
     return Symmetries(target.shapes, target.transforms, groups)
+
+
+@torch.no_grad()
+def different_modes(modes: Modes, symmetries: Symmetries) -> Modes:
+    """Return one of all modes that symmetries map to each other.
+
+    :param modes: best first.
+    :param symmetries: with keys for these modes.
+    """
+    if not symmetries:
+        return modes
+    ordered, kept = symmetries.ordered(modes.loc), [0]
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(SYMMETRY.num_draws, modes.loc.shape[-1], 1, generator=generator)
+    draws = modes.loc + (modes.scale_tril @ noise.unsqueeze(1).to(modes.loc)).squeeze(-1)
+    sds = symmetries.ordered(draws).std(0)
+    for row in range(1, len(ordered)):
+        distances = ((ordered[row] - ordered[kept]) / sds[kept]).square().mean(-1).sqrt()
+        if distances.amin() > SYMMETRY.same_mode:
+            kept.append(row)
+    return Modes(*(field[kept] for field in modes))
 
 
 class _Candidate(NamedTuple):

@@ -292,7 +292,7 @@ def examine_mixed(sampler: Sampler, num_samples: int, policy: VerdictPolicy) -> 
 def _known(guide: Callable[..., Any]) -> dict[str, Any]:
     if not isinstance(guide, StoredDraws):
         return {"automatic": getattr(guide, "made_by_fit", False)}
-    names = ("settled", "modes_weighed", "doubts", "symmetry")
+    names = ("settled", "modes_weighed", "doubts")
     return {name: getattr(guide, name) for name in names} | {"chains": guide.drift}
 
 

@@ -58,7 +58,6 @@ class Diagnosis(Printed):
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
     :ivar doubts: known failures of the chains.
     :ivar chains: error bounds and R-hat of chains.
-    :ivar symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :ivar automatic: whether ``fit`` made the guide, so that its training has no settings.
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
@@ -96,7 +95,6 @@ class Diagnosis(Printed):
     held_out: LabelReport | NumberReport | None = field(default=None, repr=False)
     doubts: tuple[str, ...] = ()
     chains: Drift | None = None
-    symmetry: str = ""
     automatic: bool = False
     left_out: str = ""
     improper: str = ""
@@ -234,10 +232,6 @@ MORE_MEMBERS = (
     "not reach other modes"
 )
 UNCALIBRATED = "another noise or prior of the model, more members, or longer chains"
-UNROTATED = (
-    "only functions that rotations leave unchanged, as quantities= of refine and diagnose; or a "
-    "model without the symmetry, such as triangular loadings of positive diagonal"
-)
 
 #: Advice for guides of ``fit``, whose training has no settings.
 FIT_REFINED = (
@@ -309,9 +303,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         reason, cure = f"the chains ended before they converged: {found.unsettled}", CONTINUE
         if found.judged and found.mixing is not None:
             reason, cure = _describe_mixing(found.mixing, policy)
-        if found.symmetry:
-            reason, cure = f"{found.symmetry} ({reason})", UNROTATED
-        yield Finding("check" if found.judged or found.symmetry else verdict, reason, cure)
+        yield Finding("check" if found.judged else verdict, reason, cure)
     if found.held_out is not None:
         yield from _calibration_findings(found.held_out, policy)
     known = found.broken or found.of_chains or found.judged or found.doubts

@@ -27,6 +27,7 @@ from torch.distributions import Distribution
 from pyro_implicit.density.cost import seconds_near
 from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import uncovered_modes
 from pyro_implicit.fitting.policy import (
@@ -591,16 +592,19 @@ def corrected_draws(
     num_samples: int,
     efficiency: float,
     policy: CorrectionPolicy = DEFAULT.correction,
+    symmetries: Symmetries | None = None,
 ) -> dict[str, Tensor]:
     """Resample draws of a guide with an exact density by their Pareto-smoothed weights.
 
     :param efficiency: the effective sample size of these weights, as a share.
+    :param symmetries: of the posterior, by random members of which the draws are moved.
     :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
     """
     proposals = math.ceil(policy.oversampling * num_samples / efficiency)
     number = max(proposals, policy.least_proposals)
     draws, log_weights = exact_log_weights(guide, target, number)
-    return target.constrain(draws[log_weights.resample(num_samples)])
+    drawn = draws[log_weights.resample(num_samples)]
+    return target.constrain(symmetries.shuffled(drawn) if symmetries else drawn)
 
 
 def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredDraws, float]:
@@ -614,6 +618,8 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
     faults: list[Tensor] = []
 
     def draw(rest: Tensor) -> Tensor:
+        # Before the other variables are drawn given these; the density does not change.
+        rest = found.symmetries.shuffled(rest) if found.symmetries else rest
         drawn, value, fault = marginal.draw(rest)
         parts.append(drawn)
         faults.append(fault[value.isfinite()])

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.decisions.policy import DECISIONS
-from pyro_implicit.density.policy import RUNS
+from pyro_implicit.density.policy import RUNS, SYMMETRY
+from pyro_implicit.density.symmetry import Symmetries, confirmed, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.policy import DEFAULT
 from pyro_implicit.fitting.updating import normal_mixture
@@ -72,10 +74,12 @@ def log_evidence(result: Fit) -> LogEvidence:
                 "unknown. Cure: a proper prior"
             )
     latents = _chains(result, target)
+    symmetries = _finite_symmetries(target, latents.flatten(0, 1))
+    latents = symmetries.ordered(latents)
     latents = latents[torch.randperm(len(latents), device=latents.device)].double()
     halves = latents.tensor_split(2)
     with torch.no_grad():
-        found = [_bridged(target, *pair) for pair in (halves, halves[::-1])]
+        found = [_bridged(target, symmetries, *pair) for pair in (halves, halves[::-1])]
     value = sum(one.value for one in found) / 2
     # The halves' errors depend on each other: each proposal has the errors of the other's draws.
     return LogEvidence(value, sum(one.standard_error for one in found) / 2)
@@ -97,13 +101,30 @@ def _chains(result: Fit, target: Target) -> Tensor:
     return flat.unflatten(0, lead)
 
 
-def _bridged(target: Target, learnt: Tensor, others: Tensor) -> LogEvidence:
+def _finite_symmetries(target: Target, draws: Tensor) -> Symmetries:
+    """Return the groups of finite size that leave the density unchanged, with keys for draws."""
+    draws = draws[torch.randperm(len(draws), device=draws.device)[: SYMMETRY.num_draws]]
+    found = confirmed(find_symmetries(target), target, draws)
+    return found.finite().keyed(draws)
+
+
+def _bridged(
+    target: Target, symmetries: Symmetries, learnt: Tensor, others: Tensor
+) -> LogEvidence:
+    """Bridge between a mixture and draws whose units are in order.
+
+    The posterior of ordered units has as many times the density of the posterior as the groups have
+    members, and none at other orders.
+    """
     proposal = normal_mixture(learnt.flatten(0, 1), DEFAULT.update, None)
     lead = others.shape[:2]
 
     def ratios(points: Tensor) -> Tensor:
         parts = points.to(target.init_loc).split(RUNS.draws_at_once)
         log_p = torch.cat([target.log_prob(part) for part in parts]).double()
+        if symmetries:
+            log_p = log_p + symmetries.log_size
+            log_p = log_p.masked_fill(~symmetries.is_ordered(points), -math.inf)
         return (log_p - proposal.log_prob(points)).unflatten(0, lead)
 
     first, second = (

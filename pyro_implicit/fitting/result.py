@@ -20,6 +20,7 @@ from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.diagnostics.policy import EFFORT
@@ -98,6 +99,8 @@ class Fit(Printed):
     :param marginal: the fit of the latent variables that remain after the others were integrated
         out, if any were; its chains and importance weights are those of this result.
     :param draws: draws of all latent variables, if some were integrated out.
+    :param symmetries: groups that leave the posterior unchanged, such as permutations of the
+        components of a mixture. Corrected and refined draws are moved by random members.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
     :param policy: the settings of the call.
     """
@@ -122,6 +125,7 @@ class Fit(Printed):
     unplated: dict[str, int] = field(default_factory=dict, repr=False)
     marginal: Fit | None = field(default=None, repr=False)
     draws: StoredDraws | None = field(default=None, repr=False)
+    symmetries: Symmetries | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
@@ -640,7 +644,9 @@ class Fit(Printed):
             )
         policy = self.policy.correction
         efficiency = self.correction or policy.least_efficiency
-        return corrected_draws(self.guide, self.target, num_samples, efficiency, policy)
+        return corrected_draws(
+            self.guide, self.target, num_samples, efficiency, policy, self.symmetries
+        )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:
@@ -680,6 +686,8 @@ class Fit(Printed):
         if self.parameters:
             values = {name: one.constrained for name, one in self.parameters.items()}
             yield f"learnt parameters: {describe(values)}"
+        if symmetries := getattr(self.refined, "symmetries", str(self.symmetries or "")):
+            yield f"symmetries: {symmetries}; each draw was moved by random ones"
         target: Target | None = vars(self).get("target")
         if target is not None and target.summed_out:
             names = ", ".join(sorted(target.summed_out))

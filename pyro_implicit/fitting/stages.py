@@ -19,6 +19,7 @@ from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.symmetry import confirmed, different_modes, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
@@ -284,10 +285,16 @@ class Stages:
                 ),
                 max_seconds=self.limit.left(budget.search_share),
             )
+            found = find_symmetries(target)
+            found = self.result.symmetries = confirmed(found, target, modes.loc).keyed(modes.loc)
+            before, modes = len(modes.loc), different_modes(modes, found)
             number = self.result.num_modes = len(modes.loc)
             self.result.modes = modes.loc
             best = modes.elbo.max().item()
-            line.outcome = f"{number} mode{'s'[: number > 1]}, best ELBO {best:.2f}"
+            line.outcome = f"{number} mode{'s'[: number > 1]}"
+            if number < before:
+                line.outcome += f" ({before} with symmetries)"
+            line.outcome += f", best ELBO {best:.2f}"
 
             def draw(number: int) -> torch.Tensor:
                 noise = torch.randn(number, target.latent_dim).to(modes.loc)

@@ -208,7 +208,6 @@ class StoredDraws:
     :param drift: the :class:`~pyro_implicit.mcmc.stopping.Drift` of the chains, from which
         :func:`~pyro_implicit.diagnose` judges chains that have not converged.
     :param num_independent: the number of independent draws that they are worth; by default all.
-    :param symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :param num_chains: the number of chains, whose draws follow each other; 1 if unknown.
     :raises ValueError: for no draws, or sites with different numbers of draws.
     """
@@ -221,7 +220,6 @@ class StoredDraws:
         doubts: Sequence[str] = (),
         drift: Any = None,
         num_independent: float = math.inf,
-        symmetry: str = "",
         num_chains: int = 1,
     ) -> None:
         lengths = {len(value) for value in samples.values()}
@@ -233,7 +231,7 @@ class StoredDraws:
             )
         self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
         self.doubts, self.drift = tuple(doubts), drift
-        self.num_draws, self.symmetry = lengths.pop(), symmetry
+        self.num_draws = lengths.pop()
         self.num_independent = int(min(self.num_draws, num_independent))
         self.num_chains = num_chains
 

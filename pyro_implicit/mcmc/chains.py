@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import KERNELS, slice_sampling
@@ -178,6 +179,7 @@ class WindowedChains(Chains):
     :param streams: the random streams at the end, from which :meth:`continued` goes on.
     :param space: the name of the space, made from ``middle`` and ``fitted``; ``space_note``
         says why it was chosen.
+    :param symmetries: of the posterior, under which the tracked latents are ordered.
     """
 
     adaptation: Any
@@ -193,6 +195,7 @@ class WindowedChains(Chains):
     space_note: str = ""
     middle: Tensor | None = None
     fitted: Fitted | None = None
+    symmetries: Symmetries | None = None
     acceptance: float = 0.0
     failed: float = 0.0
     last_failed: float = 0.0

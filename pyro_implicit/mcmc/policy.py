@@ -367,9 +367,6 @@ class StoppingPolicy:
     #: Seconds left, as a share of those spent, below which chains do not go on.
     worthwhile: float = 0.25
 
-    #: Rows of a matrix whose inner products are compared between chains, to find rotations.
-    num_rows: int = 10
-
     #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
     max_converged_failed: float = 0.05
 

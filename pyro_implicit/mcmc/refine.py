@@ -20,7 +20,8 @@ from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import is_rounding
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SYMMETRY
+from pyro_implicit.density.symmetry import Symmetries, confirmed, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.guides.auto_draws import AutoDraws
@@ -250,12 +251,22 @@ def refine_target(
     """
     _call_once(plan.sampler)
     longest = max(1, min(plan.max_leapfrogs, plan.max_gradients // plan.policy.warmup.chunks))
-    plan = replace(plan, max_leapfrogs=longest)
+    plan = replace(plan, max_leapfrogs=longest, symmetries=_symmetries(plan))
     # Threads of torch would wait actively on the cores of the processes that divide the rows.
     with single_thread(current_workers().number > 1):
         if modes is not None or from_prior:
             return _anneal(plan, modes)
         return _run_chains(plan, file or Checkpoint())
+
+
+def _symmetries(plan: ChainSetup) -> Symmetries | None:
+    """Return the groups that leave the density unchanged; None if quantities are tracked."""
+    target = plan.sampler.target
+    if plan.quantities is not None or not (found := find_symmetries(target)):
+        return None
+    with same_streams(target.init_loc.device):
+        draws = plan.sampler.draw(SYMMETRY.num_draws)
+    return confirmed(found, target, draws).keyed(draws)
 
 
 def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
@@ -279,13 +290,14 @@ def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
 
 def _anneal(plan: ChainSetup, modes: Modes | None) -> Refined:
     """Anneal from modes, or from the prior of discrete latents."""
-    target, track = plan.sampler.target, Tracker(plan.sampler.target, plan.quantities)
+    target = plan.sampler.target
+    track = Tracker(target, plan.quantities, plan.symmetries)
     if modes is None:
         found = temper_mixed(plan, track)
     else:
         track.try_at(modes.loc)
         found = temper_modes(space_of(plan, "latent"), modes, track, plan)
-    return collect_annealed(target, found, plan.policy.stopping)
+    return collect_annealed(target, found, plan.policy.stopping, plan.symmetries)
 
 
 def _anneal_near(plan: ChainSetup, points: Tensor) -> Refined | None:
@@ -336,7 +348,8 @@ def _better_than(
 
 def _walk(plan: ChainSetup, space: Space, chains: WindowedChains, file: Checkpoint) -> Refined:
     sampler, quantities = plan.sampler, plan.quantities
-    chains.attach(space, Tracker(sampler.target, quantities), quantities is not None)
+    track = Tracker(sampler.target, quantities, chains.symmetries)
+    chains.attach(space, track, quantities is not None)
     run(chains, file)
     ends_apart = chains.ends_apart and chains.is_apart
     chains.ends_apart = False  # chains that go on are not annealed again

@@ -13,6 +13,7 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import ArvizExport
 from pyro_implicit.guides.sampler import StoredDraws
@@ -24,7 +25,7 @@ from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
-from pyro_implicit.mcmc.stopping import Drift, rotated_sites
+from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.tempering import Annealed, ModeWeights
 from pyro_implicit.runtime.messages import Printed, Table, warn_user
 from pyro_implicit.runtime.sites import constrained_parts
@@ -92,6 +93,8 @@ class Refined(Printed, ArvizExport):
     :ivar space_note: Why that space was chosen, if others were possible.
     :ivar moves: How discrete latent variables moved, if the chains sampled any.
     :ivar reparams: The maps of the conditional space, by site.
+    :ivar symmetries: Groups that leave the posterior unchanged, in words; each draw was moved by a
+        random member. ``drift`` is that of units in order.
     :ivar drift: Bounds on the errors, from the last input of the stopping rule and from R-hat
         (:func:`~pyro_implicit.mcmc.stopping.open_errors`); None if there were too few draws.
     :ivar acceptance: Mean probability of acceptance after the warm-up; None with minibatches and
@@ -137,6 +140,7 @@ class Refined(Printed, ArvizExport):
     space_note: str = ""
     moves: str = ""
     reparams: dict[str, ConditionalReparam] = field(default_factory=dict)
+    symmetries: str = ""
     drift: Drift | None = None
     acceptance: float | None = None
     failed: float = 0.0
@@ -192,8 +196,7 @@ class Refined(Printed, ArvizExport):
         return self.get_samples(group_by_chain=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        cached = ("samples", "symmetry")
-        kept = {name: value for name, value in vars(self).items() if name not in cached}
+        kept = {name: value for name, value in vars(self).items() if name != "samples"}
         return kept | {"more": None}
 
     @torch.no_grad()
@@ -243,18 +246,6 @@ class Refined(Printed, ArvizExport):
         """Whether the chains stopped because nothing drifted any more, and not at a budget."""
         return self.stopped in ("converged", "steady")
 
-    @cached_property
-    def symmetry(self) -> str:
-        """The symmetry that keeps unsettled chains apart, in words; empty if there is none."""
-        far = self.drift is not None and self.drift.r_hat > self.policy.max_usable_r_hat
-        found = rotated_sites(self.samples, self.policy) if far and not self.settled else []
-        if not found:
-            return ""
-        return (
-            f"rotations of {' and '.join(found)} leave the posterior unchanged: inner products of "
-            "rows agree between chains, single elements do not"
-        )
-
     @property
     def doubts(self) -> tuple[str, ...]:
         """Reasons to doubt draws of all data, for which ``diagnose`` says "check"."""
@@ -285,7 +276,6 @@ class Refined(Printed, ArvizExport):
             self.modes_weighed,
             self.doubts,
             drift=self.drift,
-            symmetry=self.symmetry,
             num_chains=self.num_chains,
             **known,
         )
@@ -337,6 +327,8 @@ class Refined(Printed, ArvizExport):
             rows["errors, at most"] = str(self.drift)
         if self.moves:
             rows["discrete latents"] = self.moves
+        if self.symmetries:
+            rows["symmetries"] = self.symmetries
         if self.space_note:
             rows["why there"] = self.space_note
         if self.replaced:
@@ -353,6 +345,8 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
     space.check(chains.points)
     latents = chains.history.draws().transpose(0, 1).contiguous()
     is_stuck = (latents == latents[:, :1]).flatten(1).all(-1) & chains.has_draws
+    if chains.symmetries:
+        latents = _shuffled(latents, chains.symmetries)
     if stuck := int(is_stuck.sum()):
         warn_user(
             f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
@@ -370,6 +364,7 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
         space_note=chains.space_note,
         moves=chains.moves,
         reparams=space.reparams,
+        symmetries=str(chains.symmetries or ""),
         drift=None if chains.last_drift is None else chains.last_drift.stated(),
         acceptance=chains.acceptance if KERNELS[chains.kernel].exact else None,
         failed=chains.failed,
@@ -380,10 +375,12 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
     )
 
 
-def collect_annealed(target: Target, found: Annealed, policy: StoppingPolicy) -> Refined:
+def collect_annealed(
+    target: Target, found: Annealed, policy: StoppingPolicy, symmetries: Symmetries | None = None
+) -> Refined:
     """Return the result of annealing."""
     store = DrawStore()
-    for snapshot in found.draws:
+    for snapshot in _shuffled(found.draws, symmetries) if symmetries else found.draws:
         store.append(snapshot)
     adaptation, weights = found.walkers.adaptation, found.weights
     note, is_known, frame = "Annealing began with draws of the prior.", True, "full"
@@ -402,6 +399,7 @@ def collect_annealed(target: Target, found: Annealed, policy: StoppingPolicy) ->
         warmup_gradients=found.num_gradients,
         seconds=found.seconds,
         replaced=0,
+        symmetries=str(symmetries or ""),
         drift=found.drift,
         trajectory_length=adaptation.trajectory_length,
         modes=note[0].upper() + note[1:],
@@ -409,6 +407,11 @@ def collect_annealed(target: Target, found: Annealed, policy: StoppingPolicy) ->
         weights=weights,
         policy=policy,
     )
+
+
+def _shuffled(latents: Tensor, symmetries: Symmetries) -> Tensor:
+    """Move each draw by a random member, of a stream of its own: chains that go on repeat them."""
+    return symmetries.shuffled(latents, torch.Generator().manual_seed(0))
 
 
 def collect_minibatches(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.runtime.messages import warn_user
@@ -26,7 +27,6 @@ __all__ = [
     "drift",
     "open_errors",
     "pooled",
-    "rotated_sites",
     "tracked",
 ]
 
@@ -262,35 +262,6 @@ def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor) -> Tensor:
     return (1 + ratio).sqrt()
 
 
-def rotated_sites(
-    samples: Mapping[str, Tensor], policy: StoppingPolicy = DEFAULT.stopping
-) -> list[str]:
-    r"""Return matrices whose elements differ between chains, but whose inner products agree.
-
-    A rotation of the columns of W, as of factor loadings, leaves :math:`W W^\top` unchanged. Chains
-    at different angles have a large R-hat, though all functions without this angle have converged.
-
-    :param samples: constrained draws by site, ``(num_chains, num_draws, *site_shape)``.
-    :param policy: the limits of R-hat, and the number of rows that are compared.
-    """
-    found = []
-    for name, value in samples.items():
-        if value.dim() != 4 or min(value.shape) < 2:  # rotations need two columns, R-hat two draws
-            continue
-        rows = value if value.shape[2] >= value.shape[3] else value.mT
-        rows = rows[:, :, :: -(-rows.shape[2] // policy.num_rows)].double()
-        if _plain_r_hat(rows) > policy.max_usable_r_hat >= _plain_r_hat(rows @ rows.mT):
-            found.append(f"`{name}`")
-    return found
-
-
-def _plain_r_hat(values: Tensor) -> float:
-    """Return the largest R-hat of quantities ``(num_chains, num_draws, *shape)``."""
-    within = values.var(1).mean(0)
-    between = values.mean(1).var(0)
-    return (1 + between / within).sqrt().max().item()
-
-
 Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
 
@@ -309,14 +280,23 @@ class Tracker:
 
     :param target: the posterior of the latents.
     :param quantities: a function of constrained draws by site; by default the latents.
+    :param symmetries: of the posterior; the latents are ordered before they are tracked.
     """
 
-    def __init__(self, target: Target, quantities: Quantities | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        quantities: Quantities | None,
+        symmetries: Symmetries | None = None,
+    ) -> None:
         self._target, self._quantities = target, quantities
+        self._symmetries = symmetries
         self._warned = False
 
     def __call__(self, latent: Tensor, log_density: Tensor) -> Tracked:
         if self._quantities is None:
+            if self._symmetries:
+                latent = self._symmetries.ordered(latent)
             sizes = [self._target.shapes[name].numel() for name in self._target.sampled]
             split = latent.shape[-1] - sum(sizes)
             # An indicator that is seldom 1 does not matter beside the others of its site.

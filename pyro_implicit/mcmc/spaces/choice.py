@@ -16,6 +16,7 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
@@ -59,6 +60,7 @@ class ChainSetup:
     :param anneals_apart: whether chains that stay in separate modes are annealed: discrete latents
         from the prior, others from the modes near the chains. If annealing is no better, the chains
         go on.
+    :param symmetries: of the posterior. The chains start with their units in order.
     """
 
     sampler: Sampler
@@ -74,6 +76,7 @@ class ChainSetup:
     quantities: Quantities | None = None
     patience: float = 0.0
     anneals_apart: bool = False
+    symmetries: Symmetries | None = None
 
     @property
     def kind(self) -> FrameKind:
@@ -313,7 +316,8 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         points = torch.randn(num_draws, latent_dim).to(space.target.init_loc)
         sampler.draw(1)  # refuses a guide of another model
     else:
-        points = space.to_points(sampler.draw(num_draws))
+        draws = sampler.draw(num_draws)
+        points = space.to_points(plan.symmetries.ordered(draws) if plan.symmetries else draws)
     options: dict[str, Any] = {}
     kind: type[WindowedChains] = SeparateChains if kernel.separate else WindowedChains
     if isinstance(space, MixedSpace):
@@ -343,6 +347,7 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         history=History(2 * (3 * plan.max_draws // 4)),
         space=space.name,
         middle=space.middle,
+        symmetries=plan.symmetries,
         _next_check=policy.stopping.first_check,
         **options,
     )
