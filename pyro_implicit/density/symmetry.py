@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributions import StickBreakingTransform, constraints
 
+from pyro_implicit.density.marginal import Marginal, MarginalModel
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
@@ -292,15 +294,14 @@ def different_modes(modes: Modes, symmetries: Symmetries) -> Modes:
     """Return one of all modes that symmetries map to each other.
 
     :param modes: best first.
-    :param symmetries: with keys for these modes.
     """
     if not symmetries:
         return modes
-    ordered, kept = symmetries.ordered(modes.loc), [0]
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(SYMMETRY.num_draws, modes.loc.shape[-1], 1, generator=generator)
     draws = modes.loc + (modes.scale_tril @ noise.unsqueeze(1).to(modes.loc)).squeeze(-1)
-    sds = symmetries.ordered(draws).std(0)
+    symmetries = symmetries.keyed(draws.flatten(0, 1))
+    ordered, sds, kept = symmetries.ordered(modes.loc), symmetries.ordered(draws).std(0), [0]
     for row in range(1, len(ordered)):
         distances = ((ordered[row] - ordered[kept]) / sds[kept]).square().mean(-1).sqrt()
         if distances.amin() > SYMMETRY.same_mode:
@@ -373,7 +374,11 @@ class _Trial:
     """Compares the density in double precision before and after random members of groups."""
 
     def __init__(self, target: Target, points: Tensor) -> None:
-        self._target, self._exact = target, target.in_double()
+        self._target = target
+        if isinstance(target.model, MarginalModel):  # computes in double precision
+            self._log_prob = partial(_log_prob, target.model.marginal)
+        else:
+            self._log_prob = target.in_double().log_prob
         points = points.double()
         before = self._density(points)
         best = before.nan_to_num(-math.inf).argsort(descending=True)[: SYMMETRY.num_points]
@@ -401,4 +406,8 @@ class _Trial:
 
     def _density(self, points: Tensor) -> Tensor:
         """Return the density of values, in whose space the maps preserve volume."""
-        return self._exact.log_prob(points) - self._exact.log_det(points)
+        return self._log_prob(points) - self._target.log_det(points)
+
+
+def _log_prob(marginal: Marginal, points: Tensor) -> Tensor:
+    return marginal.evaluate(points, with_score=False)[0]

@@ -661,7 +661,6 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
             "doubts": stored.doubts,
             "drift": stored.drift,
             "num_independent": stored.num_independent,
-            "symmetry": stored.symmetry,
             "num_chains": chains,
         }
     fault = max(one.amax().item() for one in faults if len(one))

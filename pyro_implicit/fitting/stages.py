@@ -286,7 +286,7 @@ class Stages:
                 max_seconds=self.limit.left(budget.search_share),
             )
             found = find_symmetries(target)
-            found = self.result.symmetries = confirmed(found, target, modes.loc).keyed(modes.loc)
+            found = self.result.symmetries = confirmed(found, target, modes.loc)
             before, modes = len(modes.loc), different_modes(modes, found)
             number = self.result.num_modes = len(modes.loc)
             self.result.modes = modes.loc
