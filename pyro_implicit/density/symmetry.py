@@ -48,8 +48,8 @@ class Place(NamedTuple):
 class Symmetry(NamedTuple):
     """A group that acts on the units at all its places at once.
 
-    ``key`` is the row, of the units' matrix, by which units are ordered: reflections make its
-    entries positive, permutations sort them.
+    ``key`` is the row of the units' entries by which they are ordered: reflections make it
+    positive, permutations sort it.
     """
 
     kind: Kind
@@ -98,11 +98,15 @@ class Symmetries:
     ) -> None:
         self.groups = groups
         self._shapes, self._transforms = shapes, transforms
-        used = {name for group in groups for name, _ in group.places}
+        places = {place for group in groups for place in group.places}
+        used = [name for name, _ in places]
+        #: Sites along one dimension of which groups act: their rows are keys.
+        self._keys = {name for name in used if used.count(name) == 1}
         #: Simplices, whose elements are not those of their unconstrained parts.
         self._simplices = {
             name for name in used if isinstance(transforms[name], StickBreakingTransform)
         }
+        self._orderable = tuple(group for group in groups if self._rows_of(group))
 
     def __bool__(self) -> bool:
         return bool(self.groups)
@@ -116,8 +120,8 @@ class Symmetries:
         return sum(group.log_size for group in self.groups)
 
     def finite(self) -> Symmetries:
-        """Return the groups that have finitely many members."""
-        groups = tuple(group for group in self.groups if math.isfinite(group.log_size))
+        """Return the groups of finitely many members whose units can be ordered."""
+        groups = tuple(group for group in self._orderable if math.isfinite(group.log_size))
         return Symmetries(self._shapes, self._transforms, groups)
 
     def shuffled(self, latent: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -142,11 +146,13 @@ class Symmetries:
     def ordered(self, latent: Tensor) -> Tensor:
         """Return the member of each vector's orbit in which the units are in order.
 
-        Functions of it are all functions that no member of the groups changes.
+        Its functions are all those that no member of the groups changes. Units are ordered by their
+        entries at a site of which groups act on no other dimension. Groups without such a site do
+        nothing.
 
         :param latent: ``(*batch, latent_dim)``.
         """
-        return self._moved(latent, _order, self.groups)
+        return self._moved(latent, self._order, self._orderable)
 
     def is_ordered(self, latent: Tensor) -> Tensor:
         """Return whether :meth:`ordered` leaves vectors as they are, ``(*batch)``."""
@@ -159,8 +165,11 @@ class Symmetries:
         """
         groups: list[Symmetry] = []
         for group in self.groups:
-            before = Symmetries(self._shapes, self._transforms, tuple(groups)).ordered(latent)
-            units = _units(group, self._values(before))
+            if group not in self._orderable:
+                groups.append(group)
+                continue
+            before = self._moved(latent, self._order, [one for one in groups if self._rows_of(one)])
+            units = self._units(group, self._values(before))
             if group.kind == "permutations":
                 rows = units.sort(-1).values
                 gaps = rows.mean(0).diff(dim=-1) / torch.maximum(*_ends(rows.std(0)))
@@ -169,6 +178,32 @@ class Symmetries:
             key = int(gaps.amin(-1).nan_to_num(0.0).argmax())
             groups.append(group._replace(key=key))
         return Symmetries(self._shapes, self._transforms, tuple(groups))
+
+    def _rows_of(self, group: Symmetry) -> list[Place]:
+        return [place for place in group.places if place.site in self._keys]
+
+    def _units(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
+        """Return the keys of all units, ``(num_points, num_keys, num_units)``."""
+        rows = [_rows(values[name], dim).double() for name, dim in self._rows_of(group)]
+        return torch.cat(rows, 1)
+
+    def _order(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
+        """Return the members that bring units in order.
+
+        :returns: the old unit at each place or its sign, ``(num_points, size)``, or an orthogonal
+            matrix that makes the first rows of the units a triangle of positive diagonal,
+            ``(num_points, size, size)``.
+        """
+        units = self._units(group, values)
+        if group.kind == "permutations":
+            return units[:, group.key].argsort(-1)
+        if group.kind == "reflections":
+            return torch.where(units[:, group.key] < 0, -1, 1)
+        q, r = torch.linalg.qr(units[:, : group.size].mT, mode="complete")
+        sign = torch.ones(q.shape[:-1]).to(q)
+        diagonal = r.diagonal(dim1=-2, dim2=-1)
+        sign[:, : diagonal.shape[-1]] = torch.where(diagonal < 0, -1.0, 1.0)
+        return q * sign.unsqueeze(-2)
 
     def _moved(
         self,
@@ -206,14 +241,8 @@ def _rows(value: Tensor, dim: int) -> Tensor:
     return value.movedim(dim, -1).reshape(len(value), -1, value.shape[dim])
 
 
-def _units(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
-    """Return the entries of all units, ``(num_points, num_entries, num_units)``."""
-    rows = [_rows(values[name], dim) for name, dim in group.places]
-    return torch.cat([row.double() for row in rows], 1)
-
-
 def _apply(kind: Kind, member: Tensor, value: Tensor, dim: int) -> Tensor:
-    """Apply a member of a group for each point, in the form of :func:`_order`, at a place."""
+    """Apply a member of a group to each point, in the form of ``Symmetries._order``."""
     rows = _rows(value, dim)
     if kind == "permutations":
         moved = rows.gather(-1, member.unsqueeze(1).expand_as(rows))
@@ -222,25 +251,6 @@ def _apply(kind: Kind, member: Tensor, value: Tensor, dim: int) -> Tensor:
     else:
         moved = (rows.to(member) @ member).to(rows)
     return moved.reshape(value.movedim(dim, -1).shape).movedim(-1, dim)
-
-
-def _order(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
-    """Return the members that bring units in order.
-
-    :returns: the old unit at each place or its sign, ``(num_points, size)``, or an orthogonal
-        matrix that makes the first rows of the units a triangle of positive diagonal,
-        ``(num_points, size, size)``.
-    """
-    units = _units(group, values)
-    if group.kind == "permutations":
-        return units[:, group.key].argsort(-1)
-    if group.kind == "reflections":
-        return torch.where(units[:, group.key] < 0, -1, 1)
-    q, r = torch.linalg.qr(units[:, : group.size].mT, mode="complete")
-    sign = torch.ones(q.shape[:-1]).to(q)
-    diagonal = r.diagonal(dim1=-2, dim2=-1)
-    sign[:, : diagonal.shape[-1]] = torch.where(diagonal < 0, -1.0, 1.0)
-    return q * sign.unsqueeze(-2)
 
 
 @torch.no_grad()

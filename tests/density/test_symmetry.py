@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups that leave a posterior unchanged: how they are found, and their maps."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import fit, refine
+from pyro_implicit.density import Modes, Target
+from pyro_implicit.density.symmetry import (
+    Place,
+    Symmetries,
+    Symmetry,
+    confirmed,
+    different_modes,
+    find_symmetries,
+)
+from pyro_implicit.fitting import log_evidence
+
+Y = torch.tensor([[-40.0, -39.0], [-21.0, -20.0], [0.0, 1.0], [19.0, 21.5], [40.0, 41.0]])
+X = torch.linspace(-1, 1, 7).unsqueeze(-1)
+
+
+def mixture(y, concentration=(1.0, 1.0, 1.0), sds=(1.0, 1.0, 1.0)):
+    weights = pyro.sample("weights", dist.Dirichlet(torch.tensor(concentration)))
+    with pyro.plate("components", 3):
+        loc = pyro.sample("loc", dist.Normal(0.0, torch.tensor(sds)))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        z = pyro.sample("z", dist.Categorical(weights), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(loc[z], scale[z]), obs=y)
+
+
+def network(x):
+    """Two hidden layers of three units each."""
+    a = pyro.sample("a", dist.Normal(torch.zeros(1, 3), 1.0).to_event(2))
+    b = pyro.sample("b", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+    c = pyro.sample("c", dist.Normal(torch.zeros(3, 1), 1.0).to_event(2))
+    hidden = torch.sigmoid(torch.tanh(x.to(a) @ a) @ b) @ c
+    pyro.sample("y", dist.Normal(hidden, 0.1).to_event(2), obs=x)
+
+
+def recurrent(x):
+    """The weights between the states of two times lie in two dimensions of one site."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
+    out = pyro.sample("out", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    state = torch.ones(3).to(w)
+    for _ in range(2):
+        state = torch.sigmoid(w @ state)
+    pyro.sample("y", dist.Normal(state @ out, 0.1), obs=torch.tensor(1.0))
+
+
+def factors(y):
+    loadings = pyro.sample("loadings", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+    with pyro.plate("rows", len(y)):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(z @ loadings.mT, 0.5).to_event(1), obs=y)
+
+
+def schools(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+    with pyro.plate("schools", len(y)):
+        theta = pyro.sample("theta", dist.Normal(mean, 2.0))
+        pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+
+def bounded(high):
+    with pyro.plate("units", 2):
+        x = pyro.sample("x", dist.Uniform(0.0, torch.tensor(high)))
+    pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.tensor(1.0))
+
+
+UNITS = "permutations of the 3 units of 'weights' and 'loc' and 'scale'"
+MODELS = {
+    "mixture": (mixture, (torch.tensor([0.0, 1.0, -2.0, 0.5]),), UNITS),
+    "unequal weights": (mixture, (torch.tensor([0.0, 1.0, -2.0, 0.5]), (1.0, 1.0, 2.0)), ""),
+    "unequal priors": (mixture, (torch.tensor([0.0, 1.0, -2.0, 0.5]), (1.0,) * 3, (1.0, 1.0, 1.01)), ""),
+    "network": (
+        network,
+        (X,),
+        "reflections of the 3 units of 'a' and 'b'; permutations of the 3 units of 'a' and 'b'; "
+        "permutations of the 3 units of 'b' and 'c'",
+    ),
+    "recurrent": (recurrent, (X,), "permutations of the 3 units of 'w' and 'out'"),
+    "factors": (
+        factors,
+        (torch.randn(3, 4, generator=torch.Generator().manual_seed(1)),),
+        "rotations of the 2 units of 'loadings' and 'z'",
+    ),
+    "schools": (schools, (torch.tensor([1.0, -2.0, 3.0]),), ""),
+    "equal schools": (schools, (torch.ones(3),), "permutations of the 3 units of 'theta'"),
+    "bounded": (bounded, ([1.0, 1.0],), "permutations of the 2 units of 'x'"),
+    "unequal bounds": (bounded, ([1.0, 1.1],), ""),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_finds_the_groups_of_a_model(name):
+    model, args, groups = MODELS[name]
+    target = Target(model, *args, sample_discrete=True)
+    state = torch.get_rng_state()
+    assert str(find_symmetries(target)) == groups
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, groups) in MODELS.items() if groups])
+def test_maps_leave_the_density_unchanged(name):
+    torch.manual_seed(0)
+    model, args, _ = MODELS[name]
+    target = Target(model, *args, sample_discrete=True)
+    found = find_symmetries(target)
+    exact = target.in_double()
+    x = torch.randn(20, target.latent_dim, dtype=torch.float64)
+    shuffled = found.shuffled(x)
+
+    def density(points):
+        return exact.log_prob(points) - exact.log_det(points)
+
+    assert (shuffled - x).abs().amax() > 0.1
+    assert torch.allclose(density(shuffled), density(x), rtol=1e-8, atol=1e-4)
+    ordered = found.keyed(x).ordered(x)
+    assert torch.allclose(density(ordered), density(x), rtol=1e-8, atol=1e-4)
+    assert torch.allclose(found.keyed(x).ordered(shuffled), ordered, atol=1e-6)
+    assert found.keyed(x).is_ordered(ordered).all()
+    assert not found.keyed(x).is_ordered(shuffled).all()
+
+
+def units(kind, size):
+    shapes = {"x": torch.Size([size])}
+    real = dist.transforms.identity_transform
+    return Symmetries(shapes, {"x": real}, (Symmetry(kind, (Place("x", -1),), size),))
+
+
+def test_all_orders_and_signs_are_equally_frequent():
+    torch.manual_seed(0)
+    x = torch.tensor([1.0, 2.0, 3.0]).expand(60_000, 3)
+    orders = units("permutations", 3).shuffled(x) @ torch.tensor([100.0, 10.0, 1.0])
+    values, counts = orders.unique(return_counts=True)
+    assert values.tolist() == [123.0, 132.0, 213.0, 231.0, 312.0, 321.0]
+    assert ((counts - 10_000).abs() < 4 * (10_000 * 5 / 6) ** 0.5).all()
+    signs = units("reflections", 3).shuffled(x) @ torch.tensor([100.0, 10.0, 1.0])
+    assert ((signs.unique(return_counts=True)[1] - 7500).abs() < 4 * (7500 * 7 / 8) ** 0.5).all()
+    permuted = units("permutations", 3)
+    share = permuted.is_ordered(permuted.shuffled(x)).double().mean().item()
+    assert share == pytest.approx(math.exp(-permuted.log_size), abs=0.006)
+
+
+def test_rotations_are_uniform():
+    torch.manual_seed(0)
+    found = units("rotations", 3)
+    moved = found.shuffled(torch.tensor([2.0, 0.0, 0.0]).expand(20_000, 3))
+    assert torch.allclose(moved.norm(dim=-1), torch.tensor(2.0))
+    assert moved.mean(0).abs().max() < 4 * (4 / 3 / 20_000) ** 0.5
+    assert torch.allclose(moved.T.cov(), 4 / 3 * torch.eye(3), atol=0.04)
+    # A uniform point of a sphere has uniform coordinates (Archimedes).
+    assert moved[:, 0].kthvalue(15_000).values.item() == pytest.approx(1.0, abs=0.06)
+    assert found.log_size == math.inf and not found.finite()
+
+
+def test_key_is_the_row_by_which_units_differ():
+    torch.manual_seed(0)
+    shapes = {"far": torch.Size([3, 2]), "alike": torch.Size([2])}
+    real = dist.transforms.identity_transform
+    group = Symmetry("permutations", (Place("alike", -1), Place("far", -1)), 2)
+    found = Symmetries(shapes, dict.fromkeys(shapes, real), (group,))
+    far = torch.tensor([0.0, 0.0, -5.0, 5.0, 0.0, 0.0, 0.0, 0.0])
+    x = found.shuffled(far + torch.randn(500, 8))
+    keyed = found.keyed(x)
+    assert keyed.groups[0].key == 2  # of ``alike``, and of the rows of ``far``
+    assert keyed.ordered(x)[:, 2:4].mean(0).tolist() == pytest.approx([-5.0, 5.0], abs=0.2)
+
+
+def test_groups_that_do_not_hold_in_the_posterior_are_dropped():
+    def model():
+        with pyro.plate("units", 2):
+            x = pyro.sample("x", dist.LogNormal(0.0, 1.0))
+        pyro.factor("rare", -(x[0] - 1e4).clamp(min=0.0))
+
+    target = Target(model)
+    found = find_symmetries(target)
+    assert str(found) == "permutations of the 2 units of 'x'"
+    near, far = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[11.0, 2.0], [12.0, 1.0]])
+    assert confirmed(found, target, near).groups == found.groups
+    assert not confirmed(found, target, far)
+
+
+def test_modes_that_differ():
+    torch.manual_seed(0)
+    found = units("permutations", 3)
+    loc = torch.tensor([[1.0, 5.0, 9.0], [9.02, 1.0, 5.0], [1.0, 5.0, 6.0], [5.0, 9.0, 1.01]])
+    modes = Modes(loc, 0.1 * torch.eye(3).expand(4, 3, 3), torch.tensor([4.0, 3.0, 2.0, 1.0]))
+    kept = different_modes(modes, found)
+    assert kept.elbo.tolist() == [4.0, 2.0] and kept.loc.equal(loc[[0, 2]])
+    assert different_modes(modes, Symmetries({}, {})).loc is loc
+
+
+def clusters(y):
+    """Each component must take one of five clusters: 120 equal copies of one mode."""
+    with pyro.plate("components", 5):
+        loc = pyro.sample("loc", dist.Normal(0.0, 30.0))
+    with pyro.plate("rows", y.numel()):
+        z = pyro.sample("z", dist.Categorical(torch.ones(5)), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y.flatten())
+
+
+def test_all_copies_of_a_mixture_have_draws():
+    """Posterior and evidence of five conjugate normals, in all orders."""
+    result = fit(clusters, "auto", Y, seed=0, progress=False)
+    variance = 1 / (2 + 1 / 900)
+    means = Y.sum(-1) * variance
+    assert "(" in result.stages[0].outcome and result.num_modes == 1
+    assert "permutations of the 5 units of 'loc'" in str(result)
+    loc = result.sample(10_000)["loc"]
+    sd = means.std(correction=0)
+    assert ((loc.mean(0) - means.mean()).abs() < 4 * sd / 100).all()
+    assert torch.allclose(loc.std(0), (sd**2 + variance).sqrt().expand(5), rtol=0.02)
+    ordered = loc.sort(-1).values
+    assert torch.allclose(ordered.mean(0), means, atol=0.04)
+    assert torch.allclose(ordered.std(0), torch.tensor(variance).sqrt(), rtol=0.04)
+    of_pair = dist.MultivariateNormal(torch.zeros(2), torch.eye(2) + 900)
+    expected = of_pair.log_prob(Y).sum().item() + 10 * math.log(0.2) + math.lgamma(6)
+    found = log_evidence(result)
+    assert found.value == pytest.approx(expected, abs=0.02) and found.standard_error < 0.01
+
+
+def test_chains_of_one_copy_give_draws_of_all():
+    start = {"loc": torch.tensor([40.0, 0.0, 20.0, -40.0, -20.0]) + torch.randn(64, 5)}
+    found = refine(clusters, start, Y, num_chains=64, seed=0, progress=False)
+    assert found.stopped == "converged" and found.drift.r_hat < 1.1
+    assert "symmetries" in str(found)
+    shares = (found.get_samples()["loc"] > 30).double().mean(0)
+    assert torch.allclose(shares, torch.tensor(0.2).double(), atol=0.02)
+    again = refine(clusters, start, Y, num_chains=64, seed=0, progress=False)
+    assert again.get_samples()["loc"].equal(found.get_samples()["loc"])
