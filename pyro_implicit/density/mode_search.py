@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import blame, finite_log_prob, is_rounding
 from pyro_implicit.density.cost import estimated_seconds, nearby
-from pyro_implicit.density.policy import COST, SEARCH
+from pyro_implicit.density.policy import COST, SEARCH, SYMMETRY
+from pyro_implicit.density.symmetry import Symmetries, confirmed
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
@@ -45,6 +46,7 @@ def find_modes(
     max_gap: float = SEARCH.max_gap,
     max_seconds: float = math.inf,
     starts: Tensor | None = None,
+    symmetries: Symmetries | None = None,
 ) -> Modes:
     r"""Climb a log-density from draws of the prior, and return the best Gaussian of each mode.
 
@@ -78,6 +80,7 @@ def find_modes(
     :param starts: further initial points of the first round, ``(n, latent_dim)``. If ten fixed
         points near the origin of unconstrained space include some that are 1,000 nats more probable
         than all draws of the prior, the prior is too vague, and these points are added.
+    :param symmetries: of the density; one is kept of all modes that they map to each other.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or
@@ -114,19 +117,41 @@ def find_modes(
                 break
             best, end, tops = climbed
             if found is None or best.elbo > found.elbo[0]:
-                first, first_end = best, end
+                top, top_end = best, end
             else:
-                first = Modes(*(part[:1] for part in found))
+                top = Modes(*(part[:1] for part in found))
             earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
-            found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
+            found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
             is_late = watched.stopped or time.perf_counter() > deadline
             final_draws = num_draws if is_late else final_draws
-            modes, num_met = _separate(target, found, first_end, max_gap, final_draws)
+            modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
+            if symmetries:
+                first = _first_copies(modes, confirmed(symmetries, target, modes.loc))
+                kept = first.unique()
+                num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
+                modes = Modes(*(part[kept.to(part.device)] for part in modes))
             # A Gaussian that is no mode is met by no path's end.
             if len(modes.loc) == 1 or (num_met != 1).all() or is_late:
                 break
             starts = target.sample_prior(num_starts)
     return modes
+
+
+def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
+    """Return the place of the first mode to which symmetries map each one, ``(num_modes,)``."""
+    generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
+    shape = SYMMETRY.num_draws, *modes.loc.shape
+    noise = torch.randn(shape, generator=generator, device="cpu").to(modes.loc)
+    draws = modes.loc + matvecmul(modes.scale_tril, noise)
+    symmetries = symmetries.keyed(draws.flatten(0, 1))
+    ordered, sds = symmetries.ordered(modes.loc), symmetries.ordered(draws).std(0)
+    found = [0]
+    for row in range(1, len(ordered)):
+        kept = sorted({*found})
+        distances = ((ordered[row] - ordered[kept]) / sds[kept]).square().mean(-1).sqrt()
+        nearest = int(distances.argmin())
+        found.append(kept[nearest] if distances[nearest] < SYMMETRY.same_mode else row)
+    return torch.tensor(found)
 
 
 def _beyond_the_prior(target: Target, drawn: Tensor) -> Tensor:

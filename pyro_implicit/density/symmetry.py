@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.distributions import StickBreakingTransform, constraints
 
 from pyro_implicit.density.marginal import Marginal, MarginalModel
-from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
-__all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "different_modes", "find_symmetries"]
+__all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
 
 Kind = Literal["permutations", "reflections", "rotations"]
 
@@ -297,26 +296,6 @@ def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetr
             return symmetries
         groups = tuple(group for group in symmetries.groups if trial.holds([group])[0])
     return Symmetries(target.shapes, target.transforms, groups)
-
-
-@torch.no_grad()
-def different_modes(modes: Modes, symmetries: Symmetries) -> Modes:
-    """Return one of all modes that symmetries map to each other.
-
-    :param modes: best first.
-    """
-    if not symmetries:
-        return modes
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(SYMMETRY.num_draws, modes.loc.shape[-1], 1, generator=generator)
-    draws = modes.loc + (modes.scale_tril @ noise.unsqueeze(1).to(modes.loc)).squeeze(-1)
-    symmetries = symmetries.keyed(draws.flatten(0, 1))
-    ordered, sds, kept = symmetries.ordered(modes.loc), symmetries.ordered(draws).std(0), [0]
-    for row in range(1, len(ordered)):
-        distances = ((ordered[row] - ordered[kept]) / sds[kept]).square().mean(-1).sqrt()
-        if distances.amin() > SYMMETRY.same_mode:
-            kept.append(row)
-    return Modes(*(field[kept] for field in modes))
 
 
 class _Candidate(NamedTuple):

@@ -19,7 +19,7 @@ from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
-from pyro_implicit.density.symmetry import confirmed, different_modes, find_symmetries
+from pyro_implicit.density.symmetry import confirmed, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
@@ -273,6 +273,7 @@ class Stages:
         """
         budget = self.policy.budget
         with self.result.stage("search") as line:
+            symmetries = find_symmetries(target)
             modes = find_modes(
                 target,
                 num_starts,
@@ -284,17 +285,14 @@ class Stages:
                     budget.least_iterations, min(SEARCH.max_iterations, num_iterations)
                 ),
                 max_seconds=self.limit.left(budget.search_share),
+                symmetries=symmetries,
             )
-            found = find_symmetries(target)
-            found = self.result.symmetries = confirmed(found, target, modes.loc)
-            before, modes = len(modes.loc), different_modes(modes, found)
+            symmetries = self.result.symmetries = confirmed(symmetries, target, modes.loc)
             number = self.result.num_modes = len(modes.loc)
             self.result.modes = modes.loc
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}"
-            if number < before:
-                line.outcome += f" ({before} with symmetries)"
-            line.outcome += f", best ELBO {best:.2f}"
+            line.outcome += f"{' up to symmetries' if symmetries else ''}, best ELBO {best:.2f}"
 
             def draw(number: int) -> torch.Tensor:
                 noise = torch.randn(number, target.latent_dim).to(modes.loc)
