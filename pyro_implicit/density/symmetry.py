@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Symmetries of a posterior: permutations, reflections and rotations of exchangeable units.
 
-The components of a mixture have no order, the hidden units of a network neither order nor sign, and
-the factors of a factor model may be rotated. For such a group G, :math:`p(g \theta) = p(\theta)`:
-the posterior has up to :math:`|G|` equal copies of each mode, which no chain visits all. It need not:
-if :math:`\theta` is a draw of the posterior within any copies, and g is uniform on G and independent
-of it, then :math:`g \theta` is a draw of the posterior (Frühwirth-Schnatter, 2001, for the
-components of mixtures). Chains therefore start in one copy, their convergence is judged by functions
-that no g changes, and each draw is moved by a random g in the end.
+The components of a mixture have no order, the hidden units of a network neither order nor sign,
+and the factors of a factor model may be rotated. For such a group G, :math:`p(g \theta) =
+p(\theta)`: the posterior has up to :math:`|G|` equal copies of each mode, and chains visit a few of
+them. They need no more. If :math:`\theta` is a draw of the posterior in one copy, and g is uniform
+on G and independent of it, then :math:`g \theta` is a draw of the posterior (Frühwirth-Schnatter,
+2001, for the components of mixtures). Chains therefore start in one copy, their convergence is
+judged by functions that no g changes, and each draw is moved by a random g in the end.
 
 A group acts along dimensions of one length at some sites, *places*. It is found by trial: random
 members are applied to subsets of these places, at some points in double precision.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributions import StickBreakingTransform, constraints
 
-from pyro_implicit.density.marginal import Marginal, MarginalModel
+from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
 from pyro_implicit.density.target import Target
@@ -343,9 +342,7 @@ def _search(trial: _Trial, places: list[_Candidate]) -> Iterator[Symmetry]:
                     yield group
 
 
-def _minimal(
-    trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int
-) -> Iterator[Symmetry]:
+def _minimal(trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int) -> Iterator[Symmetry]:
     """Return the groups that act on disjoint sets of blocks, of as few blocks as possible."""
     numbers = range(1, len(blocks) + 1)
     if len(blocks) > SYMMETRY.most_blocks:
@@ -364,10 +361,9 @@ class _Trial:
 
     def __init__(self, target: Target, points: Tensor) -> None:
         self._target = target
-        if isinstance(target.model, MarginalModel):  # computes in double precision
-            self._log_prob = partial(_log_prob, target.model.marginal)
-        else:
-            self._log_prob = target.in_double().log_prob
+        #: The marginal density of some latent variables is computed in double precision.
+        self._marginal = getattr(target.model, "marginal", None)
+        self._exact = target if isinstance(self._marginal, Marginal) else target.in_double()
         points = points.double()
         before = self._density(points)
         best = before.nan_to_num(-math.inf).argsort(descending=True)[: SYMMETRY.num_points]
@@ -395,8 +391,8 @@ class _Trial:
 
     def _density(self, points: Tensor) -> Tensor:
         """Return the density of values, in whose space the maps preserve volume."""
-        return self._log_prob(points) - self._target.log_det(points)
-
-
-def _log_prob(marginal: Marginal, points: Tensor) -> Tensor:
-    return marginal.evaluate(points, with_score=False)[0]
+        if isinstance(self._marginal, Marginal):
+            value, _ = self._marginal.evaluate(points, with_score=False)
+        else:
+            value = self._exact.log_prob(points)
+        return value - self._target.log_det(points)

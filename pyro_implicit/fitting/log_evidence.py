@@ -108,9 +108,7 @@ def _finite_symmetries(target: Target, draws: Tensor) -> Symmetries:
     return found.finite().keyed(draws)
 
 
-def _bridged(
-    target: Target, symmetries: Symmetries, learnt: Tensor, others: Tensor
-) -> LogEvidence:
+def _bridged(target: Target, symmetries: Symmetries, learnt: Tensor, others: Tensor) -> LogEvidence:
     """Bridge between a mixture and draws whose units are in order.
 
     The posterior of ordered units has as many times the density of the posterior as the groups have

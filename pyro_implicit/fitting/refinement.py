@@ -155,6 +155,9 @@ def correct(stages: Stages, target: Target) -> float:
         return 1.0
     efficiency = 0.0
     with result.attempt("correct") as line:
+        if result.symmetries and result.num_modes and result.num_modes > 1:
+            line.outcome = "skipped: modes have different numbers of copies"
+            return efficiency
         found = stages.reliability or stages.reliability_of(result.guide, target)
         if found is None:
             line.outcome = f"skipped: {NO_WEIGHTS}"

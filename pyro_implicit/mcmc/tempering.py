@@ -206,7 +206,9 @@ class Cloud:
         :param num_chains: the number of chains that are worth as many draws as the particles.
         """
         found = track(self.here.points, self.here.log_density)
-        values, shares = found.values.double(), self.shares
+        shares = self.shares
+        # The log-density of a particle without weight may be -inf.
+        values = found.values.double().masked_fill((shares == 0).unsqueeze(-1), 0.0)
         values = values - shares @ values
         values = values / pooled(shares @ values.square(), found.group).sqrt()
         squares = values.square() - shares @ values.square()
@@ -432,6 +434,15 @@ class Annealed(NamedTuple):
     stopped: Stopped
     num_gradients: int
     seconds: float
+
+    def of_all_copies(self, log_number: float) -> Annealed:
+        """Return the same draws with the evidence of as many copies of the posterior.
+
+        :param log_number: the logarithm of their number.
+        """
+        assert self.weights is not None
+        log_evidence = self.weights.log_evidence + log_number
+        return self._replace(weights=self.weights._replace(log_evidence=log_evidence))
 
 
 def join_clouds(

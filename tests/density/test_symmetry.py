@@ -74,11 +74,16 @@ def bounded(high):
     pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.tensor(1.0))
 
 
+FEW = torch.tensor([0.0, 1.0, -2.0, 0.5])
 UNITS = "permutations of the 3 units of 'weights' and 'loc' and 'scale'"
 MODELS = {
-    "mixture": (mixture, (torch.tensor([0.0, 1.0, -2.0, 0.5]),), UNITS),
-    "unequal weights": (mixture, (torch.tensor([0.0, 1.0, -2.0, 0.5]), (1.0, 1.0, 2.0)), ""),
-    "unequal priors": (mixture, (torch.tensor([0.0, 1.0, -2.0, 0.5]), (1.0,) * 3, (1.0, 1.0, 1.01)), ""),
+    "mixture": (mixture, (FEW,), UNITS),
+    "unequal weights": (mixture, (FEW, (1.0, 1.0, 2.0)), ""),
+    "unequal priors": (
+        mixture,
+        (FEW, (1.0,) * 3, (1.0, 1.0, 1.01)),
+        "",
+    ),
     "network": (
         network,
         (X,),
@@ -188,23 +193,37 @@ def test_groups_that_do_not_hold_in_the_posterior_are_dropped():
     assert not confirmed(found, target, far)
 
 
+PLACES = torch.tensor([-4.0, 1.0, 6.0])
+
+
+def tied(size=2):
+    """Each unit is at one of three places: modes with equal units have fewer copies."""
+    with pyro.plate("units", size):
+        x = pyro.sample("x", dist.Normal(0.0, 6.0))
+    pyro.factor("places", dist.Normal(PLACES.unsqueeze(-1), 0.5).log_prob(x).logsumexp(0).sum(-1))
+
+
 def test_search_keeps_one_copy_of_each_mode():
-    """Each of three units is at 1, 5 or 9; or all are at -10."""
-
-    def model():
-        with pyro.plate("units", 3):
-            x = pyro.sample("x", dist.Normal(0.0, 20.0))
-        apart = -0.5 * ((x - torch.tensor([1.0, 5.0, 9.0]).unsqueeze(-1)) / 0.1).square()
-        together = -0.5 * ((x + 10.0) / 0.1).square().sum(-1)
-        pyro.factor("modes", torch.logaddexp(apart.logsumexp(0).sum(-1), together))
-
-    target = Target(model)
+    target = Target(tied, 3)
     pyro.set_rng_seed(0)
     found = find_symmetries(target)
     every, some = find_modes(target), find_modes(target, symmetries=found)
     distinct = every.loc.sort(-1).values.round().unique(dim=0)
     assert len(every.loc) > len(distinct) == len(some.loc)
     assert some.loc.sort(-1).values.round().unique(dim=0).equal(distinct)
+
+
+def test_modes_with_fewer_copies_have_their_weights():
+    """Two independent units: equal places have a third of the mass, in one copy of each mode."""
+    result = fit(tied, "auto", seed=0, progress=False)
+    assert result.num_modes == 6 and result.refined.modes_weighed
+    place = (result.sample(20_000)["x"].unsqueeze(-1) - PLACES).abs().argmin(-1)
+    mass = dist.Normal(PLACES, (36 + 0.25) ** 0.5).log_prob(torch.zeros(())).exp()
+    shares = torch.zeros(3, 3).index_put((place[:, 0], place[:, 1]), torch.tensor(5e-5), True)
+    assert torch.allclose(shares, (mass / mass.sum()).outer(mass / mass.sum()), atol=0.012)
+    expected = 2 * mass.sum().log().item()
+    assert result.refined.weights.log_evidence == pytest.approx(expected, abs=0.05)
+    assert log_evidence(result).value == pytest.approx(expected, abs=0.02)
 
 
 def clusters(y):

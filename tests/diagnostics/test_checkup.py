@@ -308,9 +308,6 @@ def test_symmetries_and_cures_are_named():
     assert len(both.cures) == 2 and str(both.cures).count("refine_more") == 1
     doubtful = Diagnosis(1000, 2, chains=Drift(0.2, 0.2, 1.3), doubts=("7 chains never moved",))
     assert len(doubtful.cures) == 2 and str(doubtful.cures).count("refine_more") == 1
-    turned = Diagnosis(1000, 2, chains=drift, symmetry="rotations of `w` leave ...")
-    assert turned.verdict == "check" and turned.findings[0].reason.startswith("rotations of `w`")
-    assert "triangular" in turned.cures[0]
     bound = EvidenceBound(0.0, 0.0, 0.6, 500.0)
     by_hand, automatic = (Diagnosis(1000, 2, bound, automatic=made) for made in (False, True))
     assert "learning rate" in by_hand.cures[0] and "learning rate" not in automatic.cures[0]

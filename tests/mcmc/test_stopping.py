@@ -13,7 +13,7 @@ from pyro_implicit.mcmc import stopping
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.policy import DEFAULT
-from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, rotated_sites, tracked
+from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, tracked
 
 
 def powers(values):
@@ -96,21 +96,6 @@ def test_stated_errors_follow_known_variances(between, r_hat):
         [max(pair) for pair in zip(expected, found[:2], strict=True)], abs=0.03
     )
     assert Drift(2.0, 3.0, r_hat, 8).stated() == Drift(2.0, 3.0, r_hat, 8)
-
-
-def test_rotated_sites():
-    """Chains at different angles of the same loadings; others at different loadings."""
-    torch.manual_seed(0)
-    loadings, noise = torch.randn(12, 2), 0.1 * torch.randn(64, 50, 12, 2)
-    angle = 6.28 * torch.rand(64, 1)
-    turn = torch.stack(
-        [torch.cat([angle.cos(), -angle.sin()], -1), torch.cat([angle.sin(), angle.cos()], -1)], 1
-    ).unsqueeze(1)
-    turned = (loadings + noise) @ turn
-    apart = loadings + torch.randn(64, 1, 12, 2) + noise
-    samples = {"turned": turned, "flat": turned.mT, "apart": apart, "same": loadings + noise}
-    assert rotated_sites(samples | {"scalar": turned[..., 0]}) == ["`turned`", "`flat`"]
-    assert rotated_sites({"turned": turned[:, :1]}) == []  # without a warning of torch
 
 
 def test_steady_is_what_does_not_drift_though_it_remembers():
