@@ -131,11 +131,12 @@ class Symmetries:
 
         def draw(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
             shape = len(latent.flatten(0, -2)), group.size
+            options: dict[str, Any] = {"generator": generator, "device": "cpu"}
             if group.kind == "permutations":
-                return torch.rand(shape, generator=generator).argsort(-1)
+                return torch.rand(shape, **options).argsort(-1)
             if group.kind == "reflections":
-                return torch.randint(2, shape, generator=generator) * 2 - 1
-            noise = torch.randn(*shape, group.size, generator=generator, dtype=torch.float64)
+                return torch.randint(2, shape, **options) * 2 - 1
+            noise = torch.randn(*shape, group.size, dtype=torch.float64, **options)
             q, r = torch.linalg.qr(noise)
             return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
@@ -154,7 +155,17 @@ class Symmetries:
 
     def is_ordered(self, latent: Tensor) -> Tensor:
         """Return whether :meth:`ordered` leaves vectors as they are, ``(*batch)``."""
-        return torch.isclose(self.ordered(latent), latent).all(-1)
+        flat = latent.flatten(0, -2)
+        values, found = self._values(flat), torch.ones(len(flat), dtype=torch.bool).to(flat.device)
+        for group in self._orderable:
+            member = self._order(group, values)
+            if group.kind == "permutations":
+                found &= (member.diff(dim=-1) == 1).all(-1)
+            elif group.kind == "reflections":
+                found &= (member == 1).all(-1)
+            else:
+                found &= torch.isclose(member, torch.eye(group.size).to(member)).all(-1).all(-1)
+        return found.reshape(latent.shape[:-1])
 
     def keyed(self, latent: Tensor) -> Symmetries:
         """Return the same groups with the keys by which the units of some draws differ most.

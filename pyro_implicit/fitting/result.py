@@ -80,7 +80,8 @@ class Fit(Printed):
         other.
     :param bounds: the bound of each candidate in nats: the mean of log p - log q without the lowest
         one per cent.
-    :param num_modes: the number of separate modes that the search found, None without a search.
+    :param num_modes: the number of separate modes that the search found, None without a search;
+        modes that symmetries map to each other are one.
     :param modes: these modes in unconstrained space, ``(num_modes, latent_dim)``.
     :param chosen: the name of the candidate that ``guide`` is.
     :param stages: the stages, with the reason of each failure.

@@ -411,7 +411,7 @@ def collect_annealed(
 
 def _shuffled(latents: Tensor, symmetries: Symmetries) -> Tensor:
     """Move each draw by a random member, of a stream of its own: chains that go on repeat them."""
-    return symmetries.shuffled(latents, torch.Generator().manual_seed(0))
+    return symmetries.shuffled(latents, torch.Generator("cpu").manual_seed(0))
 
 
 def collect_minibatches(

@@ -317,7 +317,9 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         sampler.draw(1)  # refuses a guide of another model
     else:
         draws = sampler.draw(num_draws)
-        points = space.to_points(plan.symmetries.ordered(draws) if plan.symmetries else draws)
+        if plan.symmetries:  # rotations would put all starts on a sheet
+            draws = plan.symmetries.finite().ordered(draws)
+        points = space.to_points(draws)
     options: dict[str, Any] = {}
     kind: type[WindowedChains] = SeparateChains if kernel.separate else WindowedChains
     if isinstance(space, MixedSpace):
