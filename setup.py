@@ -30,7 +30,9 @@ setup(
     python_requires=">=3.11",
     # matplotlib is imported lazily, by the first plot: tests/test_package.py.
     # torch: the oldest tested version (CONTRIBUTING.md, "Release").
-    install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "matplotlib"],
+    # scipy: graphs (compiled/fusion.py, density/marginal_normal.py, ops/belief_propagation.py) and
+    # assignments (ops/permutations.py).
+    install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "scipy", "matplotlib"],
     extras_require={
         "networks": NETWORKS,  # pyro_implicit.sklearn, evaluate(ood=...)
         "arviz": ARVIZ,  # to_datatree, to_inferencedata

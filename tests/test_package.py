@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.metadata
 import pkgutil
 import re
 import subprocess
@@ -50,6 +52,24 @@ def test_no_module_imports_test_tools(loaded: list[set[str]]) -> None:
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     (required,) = re.findall(r"install_requires=\[(.*?)\]", setup)
     assert "pytest" not in required
+
+
+def test_imports_are_requirements() -> None:
+    """Imports at the top of files need no extra; those within functions may."""
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    (required,) = re.findall(r"install_requires=\[(.*?)\]", setup)
+    of_pyro = [one for one in importlib.metadata.requires("pyro-ppl") or [] if "extra" not in one]
+    names = [*re.findall(r'"([\w-]+)', required), *re.findall(r"^[\w-]+", "\n".join(of_pyro), re.M)]
+    known = {{"pyro-ppl": "pyro"}.get(name, name.replace("-", "_")) for name in names}
+    found = set()
+    for path in (ROOT / "pyro_implicit").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and path.name != "sklearn.py":
+                found.add((node.module or "").split(".")[0])
+    others = found - set(sys.stdlib_module_names) - {"pyro_implicit", "__future__"}
+    assert {"torch", "pyro"} < others <= known
 
 
 def test_import_stays_light(loaded: list[set[str]]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pyro_implicit.ops.policy import MAX_ALIGNMENTS, NUM_BALANCINGS, PERMUTATION_POWERS
@@ -74,45 +75,11 @@ def linear_assignment(cost: Tensor) -> Tensor:
 
     :param cost: cost of assigning a column to a row, ``(*batch, n, n)``, finite.
     :returns: the column of each row, ``(*batch, n)``, on the device of ``cost``.
-
-    **References:**
-
-    1. Jonker and Volgenant (1987), *A Shortest Augmenting Path Algorithm for Dense and Sparse
-       Linear Assignment Problems*.
     """
     size = cost.shape[-1]
     matrices = cost.double().cpu().reshape(-1, size, size).numpy()
-    columns = np.array([_assign(matrix) for matrix in matrices], dtype=np.int64)
+    columns = np.array([linear_sum_assignment(matrix)[1] for matrix in matrices], dtype=np.int64)
     return torch.as_tensor(columns.reshape(cost.shape[:-1]), device=cost.device)
-
-
-def _assign(cost: np.ndarray) -> np.ndarray:
-    size = len(cost)
-    price = cost.min(0)
-    column_of, row_of = np.full(size, -1), np.full(size, -1)
-    for column, row in enumerate(cost.argmin(0)):  # columns whose cheapest row is free
-        if column_of[row] < 0:
-            column_of[row], row_of[column] = column, row
-    for new in np.flatnonzero(column_of < 0):
-        reduced, closed = cost - price, np.zeros(size)
-        reach, before = np.full(size, np.inf), np.full(size, new)
-        final = np.full(size, np.nan)
-        row, own, least = new, 0.0, 0.0
-        while row >= 0:  # until the nearest free column
-            through = reduced[row] + closed + (least - own)
-            better = through < reach
-            reach[better], before[better] = through[better], row
-            column = int(reach.argmin())
-            least, row = reach[column], row_of[column]
-            final[column], closed[column], reach[column] = least, np.inf, np.inf
-            own = reduced[row, column]
-        price = price + np.where(np.isnan(final), 0.0, final - least)
-        row = -1
-        while row != new:
-            row = before[column]
-            row_of[column] = row
-            column_of[row], column = column, column_of[row]
-    return column_of
 
 
 Units = Mapping[str, int]
