@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,7 +117,9 @@ def fit(
     With ``guide="auto"`` and at most 100 latent variables, these stages run. Each adds a line to
     the result (``print(result)``):
 
-    1. **search**: :func:`~pyro_implicit.density.find_modes` finds a Gaussian for each mode.
+    1. **search**: :func:`~pyro_implicit.density.find_modes` finds a Gaussian for each mode. Of
+       modes that are equal up to symmetries, such as the order of components, one is kept; the
+       final draws are moved by random ones (:doc:`/invariances`).
     2. **parameters**: the model's own parameters (``pyro.param``), if any, are trained and fixed.
        The search then runs again.
     3. **gaussian**: the Gaussians are the first candidate.
@@ -413,9 +416,13 @@ def _fit_by_search(
 ) -> Fit:
     modes, policy = None, stages.policy
     try:
-        modes = stages.search(target, plan.search_iterations, plan.num_starts)
+        # Draws of a guide, which are all without refinement, are not moved by symmetries.
+        search = partial(
+            stages.search, target, plan.search_iterations, plan.num_starts, refine is False
+        )
+        modes = search()
         if stages.learn_parameters(target, modes):
-            modes = stages.search(target, plan.search_iterations, plan.num_starts)
+            modes = search()
         if refine is not False and len(modes.loc) > policy.budget.most_modes:
             warn_user(
                 f"the search found {len(modes.loc)} separate modes, and the posterior may have "

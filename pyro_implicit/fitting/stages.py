@@ -264,16 +264,21 @@ class Stages:
             line.outcome += f"; {self.held_out}"
 
     def search(
-        self, target: Target, num_iterations: int, num_starts: int = SEARCH.num_starts
+        self,
+        target: Target,
+        num_iterations: int,
+        num_starts: int = SEARCH.num_starts,
+        all_copies: bool = False,
     ) -> Modes:
         """Search for modes, each with its Gaussian.
 
         :param num_iterations: the approximate number of Newton iterations in all.
         :param num_starts: the number of paths in each round.
+        :param all_copies: whether to keep all modes that symmetries map to each other.
         """
         budget = self.policy.budget
         with self.result.stage("search") as line:
-            symmetries = find_symmetries(target)
+            symmetries = None if all_copies else find_symmetries(target)
             modes = find_modes(
                 target,
                 num_starts,
@@ -287,7 +292,9 @@ class Stages:
                 max_seconds=self.limit.left(budget.search_share),
                 symmetries=symmetries,
             )
-            symmetries = self.result.symmetries = confirmed(symmetries, target, modes.loc)
+            if symmetries:
+                symmetries = confirmed(symmetries, target, modes.loc)
+            self.result.symmetries = symmetries
             number = self.result.num_modes = len(modes.loc)
             self.result.modes = modes.loc
             best = modes.elbo.max().item()

@@ -255,6 +255,11 @@ def test_all_copies_of_a_mixture_have_draws():
     assert found.value == pytest.approx(expected, abs=0.02) and found.standard_error < 0.01
 
 
+def test_a_guide_alone_has_all_copies():
+    result = fit(tied, "auto", seed=0, refine=False, num_steps=20, progress=False)
+    assert result.num_modes == 9 and result.symmetries is None
+
+
 def test_chains_of_one_copy_give_draws_of_all():
     start = {"loc": torch.tensor([40.0, 0.0, 20.0, -40.0, -20.0]) + torch.randn(64, 5)}
     found = refine(clusters, start, Y, num_chains=64, seed=0, progress=False)
