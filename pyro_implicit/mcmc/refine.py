@@ -102,8 +102,8 @@ def refine(
     spent. A budget may stop them earlier; the result says which.
 
     If groups such as permutations of components leave the density unchanged, chains start in one
-    copy of the posterior, the drift is that of components in order, and the draws are moved by random
-    members of the groups (:doc:`/invariances`). With ``quantities`` nothing is moved.
+    copy of the posterior, the drift is that of components in order, and the draws are moved by
+    random members of the groups (:doc:`/invariances`). With ``quantities`` nothing is moved.
 
     Chains that start in separate modes stay there. Each mode keeps the weight that the guide gave
     it, and R-hat sees the modes, so the chains run until the budget ends.
