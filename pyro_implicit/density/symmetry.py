@@ -28,6 +28,7 @@ from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
 from pyro_implicit.density.target import Target
+from pyro_implicit.ops.permutations import linear_assignment
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
@@ -46,14 +47,14 @@ class Place(NamedTuple):
 class Symmetry(NamedTuple):
     """A group that acts on the units at all its places at once.
 
-    ``key`` is the row of the units' entries by which they are ordered: reflections make it
-    positive, permutations sort it.
+    ``key`` has weights of the units' entries, by default of the first alone. Permutations sort
+    units by the weighted sum, reflections make it positive.
     """
 
     kind: Kind
     places: tuple[Place, ...]
     size: int
-    key: int = 0
+    key: tuple[float, ...] = (1.0,)
 
     @property
     def log_size(self) -> float:
@@ -168,7 +169,10 @@ class Symmetries:
         return found.reshape(latent.shape[:-1])
 
     def keyed(self, latent: Tensor) -> Symmetries:
-        """Return the same groups with the keys by which the units of some draws differ most.
+        """Return the same groups with keys by which the units of some draws differ far.
+
+        The units of all draws are aligned with those of the first one. Keys are then the best of
+        many combinations of the units' means, by the least difference of two units in sds.
 
         :param latent: ``(num_draws, latent_dim)``, of any copies.
         """
@@ -179,13 +183,7 @@ class Symmetries:
                 continue
             before = self._moved(latent, self._order, [one for one in groups if self._rows_of(one)])
             units = self._units(group, self._values(before))
-            if group.kind == "permutations":
-                rows = units.sort(-1).values
-                gaps = rows.mean(0).diff(dim=-1) / torch.maximum(*_ends(rows.std(0)))
-            else:
-                gaps = units.abs().mean(0) / units.abs().std(0)
-            key = int(gaps.amin(-1).nan_to_num(0.0).argmax())
-            groups.append(group._replace(key=key))
+            groups.append(group._replace(key=_best_key(group.kind, units)))
         return Symmetries(self._shapes, self._transforms, tuple(groups))
 
     def _rows_of(self, group: Symmetry) -> list[Place]:
@@ -204,10 +202,10 @@ class Symmetries:
             ``(num_points, size, size)``.
         """
         units = self._units(group, values)
-        if group.kind == "permutations":
-            return units[:, group.key].argsort(-1)
-        if group.kind == "reflections":
-            return torch.where(units[:, group.key] < 0, -1, 1)
+        if group.kind != "rotations":
+            weights = torch.tensor(group.key).to(units)
+            value = (weights @ units[:, : len(weights)]).squeeze(1)
+            return value.argsort(-1) if group.kind == "permutations" else 1 - 2 * (value < 0).long()
         q, r = torch.linalg.qr(units[:, : group.size].mT, mode="complete")
         sign = torch.ones(q.shape[:-1]).to(q)
         diagonal = r.diagonal(dim1=-2, dim2=-1)
@@ -241,8 +239,34 @@ class Symmetries:
         return parts
 
 
-def _ends(values: Tensor) -> tuple[Tensor, Tensor]:
-    return values[..., 1:], values[..., :-1]
+def _best_key(kind: Kind, units: Tensor) -> tuple[float, ...]:
+    """Return the weights of :attr:`Symmetry.key` for ``(num_draws, num_entries, num_units)``."""
+    if kind == "rotations":
+        return (1.0,)
+    scale = units.std((0, 2)).clamp(min=torch.finfo(units.dtype).tiny).unsqueeze(-1)
+    units = units / scale
+    if kind == "permutations":
+        order = linear_assignment(-(units[0].mT @ units))
+        units = units.gather(-1, order.unsqueeze(1).expand_as(units))
+    else:
+        units = units * (units[0] * units).sum(1, keepdim=True).sign()
+    means = units.mean(0)
+    spread = units.std(0).square().mean(-1, keepdim=True).sqrt().clamp(min=SYMMETRY.least_spread)
+    if kind == "permutations":
+        means = means - means.mean(-1, keepdim=True)
+    generator = torch.Generator("cpu").manual_seed(0)
+    shares = torch.randn(SYMMETRY.num_keys, units.shape[-1], generator=generator, device="cpu")
+    keys = shares.to(means) @ (means / spread.square()).mT
+    values = torch.einsum("kr,nru->knu", keys, units)
+    middle, sds = values.mean(1), values.std(1)
+    if kind == "permutations":
+        middle, order = middle.sort(-1)
+        sds = sds.gather(-1, order)
+        gaps = middle.diff(dim=-1) / torch.maximum(sds[:, 1:], sds[:, :-1])
+    else:
+        gaps = middle.abs() / sds
+    best = gaps.amin(-1).nan_to_num(0.0).argmax()
+    return tuple((keys[best] / scale.squeeze(-1)).tolist())
 
 
 def _rows(value: Tensor, dim: int) -> Tensor:
