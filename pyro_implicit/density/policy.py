@@ -392,10 +392,6 @@ class SymmetryPolicy:
     relative: float = 1e-11
     absolute: float = 1e-4
 
-    #: Keys that are tried, and the least sd of an entry in them, in units of its spread over units.
-    num_keys: int = 256
-    least_spread: float = 1e-3
-
     #: Plates and dimensions of one length whose subsets are all tried; of more, the whole.
     most_blocks: int = 6
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,19 @@ from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
 from pyro_implicit.density.target import Target
-from pyro_implicit.ops.permutations import linear_assignment
+from pyro_implicit.ops.group_actions import (
+    Kind,
+    apply_members,
+    entries_of,
+    is_identity,
+    ordering_members,
+    random_members,
+    separating_key,
+)
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
 __all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
-
-Kind = Literal["permutations", "reflections", "rotations"]
 
 
 class Place(NamedTuple):
@@ -77,10 +83,10 @@ class Symmetries:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     with pyro.plate("components", 3):
-    ...         pyro.sample("loc", dist.Normal(0.0, 1.0))
+    ...         pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     >>> found = find_symmetries(Target(model))
     >>> print(found)
-    permutations of the 3 units of 'loc'
+    permutations of the 3 units of 'scale'
     >>> found.ordered(torch.tensor([[0.5, -1.0, 0.1]]))
     tensor([[-1.0000,  0.1000,  0.5000]])
 
@@ -105,7 +111,7 @@ class Symmetries:
         self._simplices = {
             name for name in used if isinstance(transforms[name], StickBreakingTransform)
         }
-        self._orderable = tuple(group for group in groups if self._rows_of(group))
+        self._orderable = tuple(group for group in groups if self._keys_of(group))
 
     def __bool__(self) -> bool:
         return bool(self.groups)
@@ -129,17 +135,10 @@ class Symmetries:
         :param latent: ``(*batch, latent_dim)``.
         :param generator: the source of random numbers, on the CPU.
         """
+        number = len(latent.flatten(0, -2))
 
         def draw(group: Symmetry, values: dict[str, Tensor]) -> Tensor:
-            shape = len(latent.flatten(0, -2)), group.size
-            options: dict[str, Any] = {"generator": generator, "device": "cpu"}
-            if group.kind == "permutations":
-                return torch.rand(shape, **options).argsort(-1)
-            if group.kind == "reflections":
-                return torch.randint(2, shape, **options) * 2 - 1
-            noise = torch.randn(*shape, group.size, dtype=torch.float64, **options)
-            q, r = torch.linalg.qr(noise)
-            return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+            return random_members(group.kind, number, group.size, generator)
 
         return self._moved(latent, draw, self.groups[::-1])
 
@@ -159,72 +158,48 @@ class Symmetries:
         flat = latent.flatten(0, -2)
         values, found = self._values(flat), torch.ones(len(flat), dtype=torch.bool).to(flat.device)
         for group in self._orderable:
-            member = self._order(group, values)
-            if group.kind == "permutations":
-                found &= (member.diff(dim=-1) == 1).all(-1)
-            elif group.kind == "reflections":
-                found &= (member == 1).all(-1)
-            else:
-                found &= torch.isclose(member, torch.eye(group.size).to(member)).all(-1).all(-1)
+            found &= is_identity(group.kind, self._order(group, values))
         return found.reshape(latent.shape[:-1])
 
     def keyed(self, latent: Tensor) -> Symmetries:
         """Return the same groups with keys by which the units of some draws differ far.
 
-        The units of all draws are aligned with those of the first one. Keys are then the best of
-        many combinations of the units' means, by the least difference of two units in sds.
-
         :param latent: ``(num_draws, latent_dim)``, of any copies.
         """
         groups: list[Symmetry] = []
         for group in self.groups:
-            if group not in self._orderable:
+            if group not in self._orderable or group.kind == "rotations":
                 groups.append(group)
                 continue
-            before = self._moved(latent, self._order, [one for one in groups if self._rows_of(one)])
+            before = self._moved(latent, self._order, [one for one in groups if self._keys_of(one)])
             units = self._units(group, self._values(before))
-            groups.append(group._replace(key=_best_key(group.kind, units)))
+            groups.append(group._replace(key=separating_key(group.kind, units)))
         return Symmetries(self._shapes, self._transforms, tuple(groups))
 
-    def _rows_of(self, group: Symmetry) -> list[Place]:
+    def _keys_of(self, group: Symmetry) -> list[Place]:
         return [place for place in group.places if place.site in self._keys]
 
     def _units(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
-        """Return the keys of all units, ``(num_points, num_keys, num_units)``."""
-        rows = [_rows(values[name], dim).double() for name, dim in self._rows_of(group)]
-        return torch.cat(rows, 1)
+        """Return the entries by which units are ordered, ``(num_points, num_entries, size)``."""
+        parts = [entries_of(values[name], dim).double() for name, dim in self._keys_of(group)]
+        return torch.cat(parts, 1)
 
     def _order(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
-        """Return the members that bring units in order.
-
-        :returns: the old unit at each place or its sign, ``(num_points, size)``, or an orthogonal
-            matrix that makes the first rows of the units a triangle of positive diagonal,
-            ``(num_points, size, size)``.
-        """
-        units = self._units(group, values)
-        if group.kind != "rotations":
-            weights = torch.tensor(group.key).to(units)
-            value = (weights @ units[:, : len(weights)]).squeeze(1)
-            return value.argsort(-1) if group.kind == "permutations" else 1 - 2 * (value < 0).long()
-        q, r = torch.linalg.qr(units[:, : group.size].mT, mode="complete")
-        sign = torch.ones(q.shape[:-1]).to(q)
-        diagonal = r.diagonal(dim1=-2, dim2=-1)
-        sign[:, : diagonal.shape[-1]] = torch.where(diagonal < 0, -1.0, 1.0)
-        return q * sign.unsqueeze(-2)
+        return ordering_members(group.kind, self._units(group, values), group.key)
 
     def _moved(
         self,
         latent: Tensor,
-        member_of: Callable[[Symmetry, dict[str, Tensor]], Tensor],
+        members_of: Callable[[Symmetry, dict[str, Tensor]], Tensor],
         groups: Iterable[Symmetry],
     ) -> Tensor:
         if not self.groups or latent.numel() == 0:
             return latent
         values = self._values(latent.flatten(0, -2))
         for group in groups:
-            member = member_of(group, values).to(latent.device)
+            members = members_of(group, values).to(latent.device)
             for name, dim in group.places:
-                values[name] = _apply(group.kind, member, values[name], dim)
+                values[name] = apply_members(group.kind, members, values[name], dim)
         parts = []
         for name, value in values.items():
             part = self._transforms[name].inv(value) if name in self._simplices else value
@@ -237,53 +212,6 @@ class Symmetries:
         for name in self._simplices:
             parts[name] = self._transforms[name](parts[name].double())
         return parts
-
-
-def _best_key(kind: Kind, units: Tensor) -> tuple[float, ...]:
-    """Return the weights of :attr:`Symmetry.key` for ``(num_draws, num_entries, num_units)``."""
-    if kind == "rotations":
-        return (1.0,)
-    scale = units.std((0, 2)).clamp(min=torch.finfo(units.dtype).tiny).unsqueeze(-1)
-    units = units / scale
-    if kind == "permutations":
-        order = linear_assignment(-(units[0].mT @ units))
-        units = units.gather(-1, order.unsqueeze(1).expand_as(units))
-    else:
-        units = units * (units[0] * units).sum(1, keepdim=True).sign()
-    means = units.mean(0)
-    spread = units.std(0).square().mean(-1, keepdim=True).sqrt().clamp(min=SYMMETRY.least_spread)
-    if kind == "permutations":
-        means = means - means.mean(-1, keepdim=True)
-    generator = torch.Generator("cpu").manual_seed(0)
-    shares = torch.randn(SYMMETRY.num_keys, units.shape[-1], generator=generator, device="cpu")
-    keys = shares.to(means) @ (means / spread.square()).mT
-    values = torch.einsum("kr,nru->knu", keys, units)
-    middle, sds = values.mean(1), values.std(1)
-    if kind == "permutations":
-        middle, order = middle.sort(-1)
-        sds = sds.gather(-1, order)
-        gaps = middle.diff(dim=-1) / torch.maximum(sds[:, 1:], sds[:, :-1])
-    else:
-        gaps = middle.abs() / sds
-    best = gaps.amin(-1).nan_to_num(0.0).argmax()
-    return tuple((keys[best] / scale.squeeze(-1)).tolist())
-
-
-def _rows(value: Tensor, dim: int) -> Tensor:
-    """Return the entries of all units at a place, ``(num_points, num_entries, num_units)``."""
-    return value.movedim(dim, -1).reshape(len(value), -1, value.shape[dim])
-
-
-def _apply(kind: Kind, member: Tensor, value: Tensor, dim: int) -> Tensor:
-    """Apply a member of a group to each point, in the form of ``Symmetries._order``."""
-    rows = _rows(value, dim)
-    if kind == "permutations":
-        moved = rows.gather(-1, member.unsqueeze(1).expand_as(rows))
-    elif kind == "reflections":
-        moved = rows * member.unsqueeze(1)
-    else:
-        moved = (rows.to(member) @ member).to(rows)
-    return moved.reshape(value.movedim(dim, -1).shape).movedim(-1, dim)
 
 
 @torch.no_grad()

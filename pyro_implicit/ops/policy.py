@@ -11,6 +11,7 @@ __all__ = [
     "EVEN_EFFICIENCY",
     "FINITE_VARIANCE_KHAT",
     "JUMPS",
+    "LEAST_SPREAD",
     "MAX_ALIGNMENTS",
     "MAX_BRIDGE_STEPS",
     "MAX_ENTRIES",
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_TAIL",
     "NEAR_ZERO",
     "NUM_BALANCINGS",
+    "NUM_KEYS",
     "PERMUTATION_POWERS",
     "PRIOR_SHARE",
     "RELIABLE_KHAT",
@@ -57,6 +59,10 @@ PERMUTATION_POWERS = ((0.0, 0.01), (1.0, 0.33), (1.5, 0.33), (2.0, 0.33))
 NUM_BALANCINGS = 5
 #: Rounds of aligning hidden units to their mean, which ends when no unit moves.
 MAX_ALIGNMENTS = 20
+#: Combinations of entries of which the best one orders units, and the least standard deviation of
+#: an entry of one unit there, in units of that over all units.
+NUM_KEYS = 256
+LEAST_SPREAD = 1e-3
 #: Bound of the skew of ``AutoregressiveGenerator``. At it one side of h is 400 times steeper
 #: than the other. With ``MAX_TAIL``, ``|h(8)| < 1e5``: float32 squares that without overflow.
 MAX_SKEW = 3.0
