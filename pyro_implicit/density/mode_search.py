@@ -25,8 +25,6 @@ __all__ = [
     "antithetic_noise",
     "find_modes",
     "gaussian_elbo",
-    "keyed_by",
-    "ordered_modes",
     "seconds_of_climb",
 ]
 
@@ -134,9 +132,7 @@ def find_modes(
             final_draws = num_draws if is_late else final_draws
             modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
             if symmetries:
-                first = _first_copies(
-                    modes, keyed_by(modes, confirmed(symmetries, target, modes.loc))
-                )
+                first = _first_copies(modes, confirmed(symmetries, target, modes.loc))
                 kept = first.unique()
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
                 modes = Modes(*(part[kept.to(part.device)] for part in modes))
@@ -147,36 +143,14 @@ def find_modes(
     return modes
 
 
-def _near(modes: Modes) -> Tensor:
-    """Return draws of the Gaussians at modes, ``(num_draws, num_modes, latent_dim)``."""
+def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
+    """Return the place of the first mode to which symmetries map each one, ``(num_modes,)``."""
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     shape = SYMMETRY.num_draws, *modes.loc.shape
     noise = torch.randn(shape, generator=generator, device="cpu").to(modes.loc)
-    return modes.loc + matvecmul(modes.scale_tril, noise)
-
-
-def keyed_by(modes: Modes, symmetries: Symmetries) -> Symmetries:
-    """Return symmetries whose keys are those by which the units of modes differ most."""
-    return symmetries.keyed(_near(modes).flatten(0, 1))
-
-
-@torch.no_grad()
-def ordered_modes(target: Target, modes: Modes, symmetries: Symmetries) -> Modes:
-    """Return one copy of each mode, with its units in order.
-
-    :param symmetries: with keys.
-    """
-    kept = _first_copies(modes, symmetries).unique().to(modes.loc.device)
-    modes = Modes(*(part[kept] for part in modes))
-    loc = symmetries.ordered(modes.loc)
-    scale_tril = lower_factor(root_of_inverse(target.derivatives(loc)[2])[0])
-    is_moved = (loc != modes.loc).any(-1)[:, None, None]
-    return Modes(loc, torch.where(is_moved, scale_tril, modes.scale_tril), modes.elbo)
-
-
-def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
-    """Return the place of the first mode to which symmetries map each one, ``(num_modes,)``."""
-    ordered, sds = symmetries.ordered(modes.loc), symmetries.ordered(_near(modes)).std(0)
+    draws = modes.loc + matvecmul(modes.scale_tril, noise)
+    symmetries = symmetries.keyed(draws.flatten(0, 1))
+    ordered, sds = symmetries.ordered(modes.loc), symmetries.ordered(draws).std(0)
     found = [0]
     for row in range(1, len(ordered)):
         kept = sorted({*found})

@@ -402,6 +402,9 @@ class SymmetryPolicy:
     #: Units of the largest rotations.
     most_rotated: int = 64
 
+    #: Runs of the model that all trials may take, beside those of all subsets at once.
+    num_runs: int = 30
+
     #: Seconds of one core that all subsets may take.
     max_seconds: float = 2.0
 

@@ -16,6 +16,7 @@ members are applied to subsets of these places, at some points in double precisi
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -215,7 +216,7 @@ class Symmetries:
 
 
 @torch.no_grad()
-def find_symmetries(target: Target) -> Symmetries:
+def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries:
     """Find groups that leave the posterior unchanged, by trial in double precision.
 
     Exchangeable units lie in one plate, or along dimensions of one length. Their sites may be of
@@ -223,10 +224,12 @@ def find_symmetries(target: Target) -> Symmetries:
     rotations. Models whose runs fail in double precision, or take too long, have none.
 
     :param target: the posterior.
+    :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
     """
-    none = Symmetries(target.shapes, target.transforms)
+    none, began = Symmetries(target.shapes, target.transforms), time.perf_counter()
     places = list(_places(target))
-    if target.sampled or not places:
+    is_slow = SYMMETRY.num_runs * (time.perf_counter() - began) > max_seconds
+    if target.sampled or not places or is_slow:
         return none
     with same_streams(target.init_loc.device):
         torch.manual_seed(0)

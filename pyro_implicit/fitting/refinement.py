@@ -156,7 +156,7 @@ def correct(stages: Stages, target: Target) -> float:
     efficiency = 0.0
     with result.attempt("correct") as line:
         if result.symmetries and result.num_modes and result.num_modes > 1:
-            line.outcome = "skipped: modes have different numbers of copies"
+            line.outcome = "skipped: modes may have different numbers of copies"
             return efficiency
         found = stages.reliability or stages.reliability_of(result.guide, target)
         if found is None:
@@ -303,7 +303,8 @@ def move_draws(
         return result
     with result.attempt("refine") as line:
         target = result.target
-        several = modes is not None and len(modes.loc) > 1
+        # Annealing would need all copies: modes with equal units have fewer.
+        several = modes is not None and len(modes.loc) > 1 and not result.symmetries
         is_untrained = result.chosen == "gaussian" and stages.noise is None
         score = None if several else _score_of_chains(stages)
         if several:  # many short chains: the numbers in the modes are those of the weights

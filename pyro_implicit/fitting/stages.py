@@ -278,7 +278,7 @@ class Stages:
         """
         budget = self.policy.budget
         with self.result.stage("search") as line:
-            symmetries = None if all_copies else find_symmetries(target)
+            symmetries = None if all_copies else find_symmetries(target, self.limit.left())
             modes = find_modes(
                 target,
                 num_starts,

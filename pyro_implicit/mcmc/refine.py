@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import is_rounding
-from pyro_implicit.density.mode_search import Modes, find_modes, keyed_by, ordered_modes
+from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed, find_symmetries
@@ -37,7 +37,7 @@ from pyro_implicit.mcmc.refined import (
     collect_annealed,
 )
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, space_of, start_chains
-from pyro_implicit.mcmc.spaces.space import GuideNoise, OrderedSpace, Space
+from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.tempering import temper as temper_modes
 from pyro_implicit.runtime.clock import TimeLimit
@@ -266,11 +266,14 @@ def refine_target(
 def _symmetries(plan: ChainSetup) -> Symmetries | None:
     """Return the groups that leave the density unchanged; None if quantities are tracked."""
     target = plan.sampler.target
-    if plan.quantities is not None or not (found := find_symmetries(target)):
+    if plan.quantities is not None:
+        return None
+    if not (found := find_symmetries(target, plan.limit.left())):
         return None
     with same_streams(target.init_loc.device):
         draws = plan.sampler.draw(SYMMETRY.num_draws)
-    return confirmed(found, target, draws).keyed(draws)
+    draws = draws[draws.isfinite().all(-1)]
+    return confirmed(found, target, draws).keyed(draws) if len(draws) > 1 else None
 
 
 def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
@@ -300,16 +303,7 @@ def _anneal(plan: ChainSetup, modes: Modes | None) -> Refined:
         found = temper_mixed(plan, track)
     else:
         track.try_at(modes.loc)
-        space = space_of(plan, "latent")
-        symmetries = plan.symmetries and plan.symmetries.finite()
-        if symmetries:
-            # Modes have different numbers of copies: weights are those in one copy of all.
-            symmetries = keyed_by(modes, symmetries)
-            space = OrderedSpace(target, symmetries, plan.max_gradients, plan.compile)
-            modes = ordered_modes(target, modes, symmetries)
-        found = temper_modes(space, modes, track, plan)
-        if symmetries:
-            found = found.of_all_copies(symmetries.log_size)
+        found = temper_modes(space_of(plan, "latent"), modes, track, plan)
     return collect_annealed(target, found, plan.policy.stopping, plan.symmetries)
 
 

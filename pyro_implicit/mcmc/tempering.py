@@ -435,15 +435,6 @@ class Annealed(NamedTuple):
     num_gradients: int
     seconds: float
 
-    def of_all_copies(self, log_number: float) -> Annealed:
-        """Return the same draws with the evidence of as many copies of the posterior.
-
-        :param log_number: the logarithm of their number.
-        """
-        assert self.weights is not None
-        log_evidence = self.weights.log_evidence + log_number
-        return self._replace(weights=self.weights._replace(log_evidence=log_evidence))
-
 
 def join_clouds(
     draw: Callable[[], tuple[Cloud, int]],

@@ -20,7 +20,6 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.sampler import Guide, Sampler
@@ -128,31 +127,6 @@ class Space:
         :param anew: whether chains have shown that this space does not suit.
         """
         return None
-
-
-class OrderedSpace(Space):
-    """Latents whose units are in order: one copy of a symmetric posterior.
-
-    :param target: the posterior of the latents.
-    :param symmetries: its groups of finite size, with keys.
-    :param num_calls: as those of :class:`Space`; ``compile``, too.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        symmetries: Symmetries,
-        num_calls: float = math.inf,
-        compile: CompileMode = "auto",
-    ) -> None:
-        super().__init__(target, num_calls, compile)
-        self._symmetries = symmetries
-
-    def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-density and gradient, see :meth:`Space.score`; -inf where units disagree."""
-        log_density, gradient = super().score(points)
-        is_ordered = self._symmetries.is_ordered(points)
-        return log_density.masked_fill(~is_ordered, -math.inf), gradient
 
 
 class MixedSpace(Space):
