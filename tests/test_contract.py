@@ -261,18 +261,15 @@ def test_svi_trains_every_parameter(guide_name, elbo_name, device):
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     assert math.isfinite(svi.evaluate_loss())
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
-    elbo.loss_and_grads(model, guide)
     params = dict(pyro.get_param_store().named_parameters())
     # a base guide, what it gave, and the networks that an ELBO trains itself
     fixed = ("AutoMultivariateNormal", "frame_", "log_weights", "_ELBO-")
     params = {name: p for name, p in params.items() if not any(word in name for word in fixed)}
-    for name, param in params.items():
-        assert param.grad is not None and (param.grad != 0).any(), f"no gradient for {name}"
-        assert param.device.type == device
-        param.grad = None
+    assert all(param.device.type == device for param in params.values())
     before = {name: param.detach().clone() for name, param in params.items()}
     assert isinstance(svi.step(), float)
-    assert all((param != before[name]).any() for name, param in params.items())
+    for name, param in params.items():  # Adam moves each entry whose gradient is not 0
+        assert (param != before[name]).any(), f"no gradient for {name}"
 
 
 @some_pairs
@@ -385,7 +382,7 @@ def test_float64_comes_from_the_model(guide_name, elbo_name):
         assert param.dtype == torch.float64, name
 
 
-@pairs
+@some_pairs
 def test_elbo_module_with_torch_optimiser(guide_name, elbo_name):
     with pyro.settings.context(module_local_params=True):
         model, guide, elbo = make(guide_name, elbo_name)
