@@ -81,9 +81,14 @@ def light_tailed():
     pyro.factor("tilt", -0.1 * (x - 0.5) ** 4)
 
 
-def test_fit_corrects_by_itself():
+@pytest.fixture(scope="module")
+def corrected():
+    return fit(light_tailed, "auto", **QUIET)
+
+
+def test_fit_corrects_by_itself(corrected):
     """Of lighter tails than those of its Gaussian, which is not the posterior."""
-    result = fit(light_tailed, "auto", **QUIET)
+    result = corrected
     assert 0.5 < result.correction < 0.999 and result.refined is None and result.losses == []
     grid = torch.linspace(-9, 9, 20_001, dtype=torch.float64)
     density = torch.exp(-0.5 * grid.square() - 0.1 * (grid - 0.5) ** 4)
@@ -115,23 +120,30 @@ def test_no_correction_without_an_exact_density(kind):
         Fit(guide=guide, source=(skewed, (), {})).sample(-3)
 
 
+Y = torch.tensor([1.0, 3.0, -0.5, 2.0])
+
+
 def data(y):
     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", len(y)):
         pyro.sample("y", dist.Normal(x, 2.0), obs=y)
 
 
-def test_refined_draws_speak_for_the_result():
-    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
-    guide = AutoNormal(data)
-    result = fit(data, guide, y, num_steps=5, refine=True, **QUIET)
+@pytest.fixture(scope="module")
+def refined():
+    """Chains from a guide that is hardly trained."""
+    return fit(data, AutoNormal(data), Y, num_steps=5, refine=True, **QUIET)
+
+
+def test_refined_draws_speak_for_the_result(refined):
+    result, guide = refined, refined.guide
     assert result.refined.stopped == "converged"
-    assert diagnose(data, guide, y).verdict == "do not trust"
+    assert diagnose(data, guide, Y).verdict == "do not trust"
     found = result.diagnose()
     assert found.verdict == "trust" and found.settled and found.bound is None
     assert "none needed for draws of chains" in str(found)
-    assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + y.mean() / 2}).floor_ratio < 3
-    draws = Predictive(data, guide=result.posterior, num_samples=2000)(y)["x"]
+    assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + Y.mean() / 2}).floor_ratio < 3
+    draws = Predictive(data, guide=result.posterior, num_samples=2000)(Y)["x"]
     assert draws.std().item() == pytest.approx(0.5**0.5, rel=0.1)
     total = result.refined.num_chains * result.refined.samples["x"].shape[1]
     assert len(result.sample(total)["x"].unique()) == len(
@@ -140,9 +152,8 @@ def test_refined_draws_speak_for_the_result():
 
 
 def test_diagnose_reuses_modes_and_converged_chains(monkeypatch):
-    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
-    result = fit(data, "auto", y, refine=True, **QUIET)
-    torch.testing.assert_close(result.modes, y.mean().reshape(1, 1) / 2)
+    result = fit(data, "auto", Y, refine=True, **QUIET)
+    torch.testing.assert_close(result.modes, Y.mean().reshape(1, 1) / 2)
     searched = []
     monkeypatch.setattr(examination, "find_modes", lambda *_, **__: searched.append(1) or 1 / 0)
     found = result.diagnose()
@@ -152,14 +163,13 @@ def test_diagnose_reuses_modes_and_converged_chains(monkeypatch):
 
 
 def test_draws_that_are_wrong_are_not_trusted():
-    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
     pyro.set_rng_seed(0)
-    right = torch.randn(4000) * 0.5**0.5 + y.mean() / 2
-    whoever_made_them = diagnose(data, {"x": right}, y)
+    right = torch.randn(4000) * 0.5**0.5 + Y.mean() / 2
+    whoever_made_them = diagnose(data, {"x": right}, Y)
     assert whoever_made_them.verdict == "check"
     assert "no chains that settled" in whoever_made_them.findings[0].reason
     assert whoever_made_them.cures == ("refine, or result.refine_more of chains",)
-    assert diagnose(data, {"x": 0.7 * right}, y).verdict == "do not trust"
+    assert diagnose(data, {"x": 0.7 * right}, Y).verdict == "do not trust"
 
 
 def two_modes():
@@ -200,14 +210,9 @@ def test_subsampled_data_are_refused_by_name():
 
 
 @pytest.mark.parametrize("kind", ["corrected", "refined"])
-def test_saved_and_loaded(kind, tmp_path):
-    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
-    if kind == "corrected":
-        model, args = light_tailed, ()
-        result = fit(model, "auto", **QUIET)
-    else:
-        model, args = data, (y,)
-        result = fit(model, AutoNormal(data), y, num_steps=3, refine=True, **QUIET)
+def test_saved_and_loaded(kind, request, tmp_path):
+    model, args = (light_tailed, ()) if kind == "corrected" else (data, (Y,))
+    result = request.getfixturevalue(kind)
     result.save(tmp_path / "result.pt")
     pyro.clear_param_store()
     loaded = Fit.load(tmp_path / "result.pt", model, *args)
@@ -264,12 +269,13 @@ def test_another_fit_does_not_change_a_result():
     value = pyro.param("scale").item()
     assert f"learnt parameters: scale = {value:.4g}" in str(first)
     pyro.set_rng_seed(1)
-    expected = str(first.diagnose())
+    quick = {"num_samples": 460, "num_transitions": 2}
+    expected = str(first.diagnose(**quick))
     fit(learning, "auto", 4 * y, num_steps=100, lr=0.05, **QUIET)
     other = pyro.param("scale").item()
     assert other > 2 * value and first.parameters["scale"].constrained.item() == value
     pyro.set_rng_seed(1)
-    assert str(first.diagnose()) == expected and pyro.param("scale").item() == other
+    assert str(first.diagnose(**quick)) == expected and pyro.param("scale").item() == other
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
-    assert str(first.diagnose()) == expected
+    assert str(first.diagnose(**quick)) == expected
