@@ -73,6 +73,11 @@ def fitted() -> BayesianMLPRegressor:
     return BayesianMLPRegressor((), noise=NOISE, num_networks=4000, random_state=0).fit(*line())
 
 
+@pytest.fixture(scope="module")
+def small() -> BayesianMLPRegressor:
+    return clone(REGRESSOR).fit(*line())
+
+
 def test_linear_regression_agrees_with_its_closed_form(fitted: BayesianMLPRegressor) -> None:
     """4,000 draws, of which the mean is allowed four standard errors."""
     new, _ = line(20, seed=1)
@@ -157,12 +162,12 @@ def test_pipelines_cross_validation_and_pickles() -> None:
     assert str(again[-1].result_) == str(steps[-1].result_)
 
 
-def test_data_frames_and_their_names() -> None:
+def test_data_frames_and_their_names(small: BayesianMLPRegressor) -> None:
     X, y = line()
     frame = pd.DataFrame(X, columns=["a", "b", "c"])
     model = clone(REGRESSOR).fit(frame, pd.Series(y))
     assert model.feature_names_in_.tolist() == ["a", "b", "c"]
-    assert (model.predict(frame) == clone(REGRESSOR).fit(X, y).predict(X)).all()
+    assert (model.predict(frame) == small.predict(X)).all()
     with pytest.raises(ValueError, match="(?s)feature names should match.*must be in the same"):
         model.predict(frame[["b", "a", "c"]])
     frame.loc[3, "b"] = None
@@ -189,8 +194,10 @@ def test_constant_columns_and_targets() -> None:
     assert (sd < 0.2).all()
 
 
-@pytest.mark.parametrize("value", [0.0, -1e9, 1e-6])
-@pytest.mark.parametrize("noise", [None, "heteroscedastic", 0.1])
+@pytest.mark.parametrize(
+    ("value", "noise"),
+    [(0.0, None), (-1e9, None), (1e-6, None), (1e-6, "heteroscedastic"), (-1e9, 0.1)],
+)
 def test_networks_of_a_constant_target(value: float, noise: Any) -> None:
     X, _ = line()
     model = clone(REGRESSOR).set_params(noise=noise, policy=ensemble_of_two(200))
@@ -199,11 +206,11 @@ def test_networks_of_a_constant_target(value: float, noise: Any) -> None:
     assert (0 < sd).all() and (sd < 0.2).all()
 
 
-def test_units_of_the_targets_do_not_matter() -> None:
+def test_units_of_the_targets_do_not_matter(small: BayesianMLPRegressor) -> None:
     X, y = line()
+    expected = small.predict(X, return_std=True)
     for scale, shift in [(1e-6, 0.0), (1e6, 1e9)]:
         model = clone(REGRESSOR).fit(X, scale * y + shift)
-        expected = clone(REGRESSOR).fit(X, y).predict(X, return_std=True)
         mean, sd = model.predict(X, return_std=True)
         assert_allclose((mean - shift) / scale, expected[0], rtol=1e-3)
         assert_allclose(sd / scale, expected[1], rtol=1e-3)
