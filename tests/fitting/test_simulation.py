@@ -32,6 +32,7 @@ SMALL = SimulatorPolicy(
     num_networks=2, width=32, classifier_width=32, num_steps=400, lr=5e-3, batch_size=128
 )
 OPTIONS = {"policy": SMALL, "seed": 0, "progress": False}
+SINGLE = OPTIONS | {"policy": replace(SMALL, num_networks=1)}
 #: Without training.
 QUICK = {
     "policy": SimulatorPolicy(num_networks=1, num_steps=1),
@@ -185,7 +186,7 @@ def test_bounded_latents_and_discrete_data():
         p = pyro.sample("p", dist.Uniform(0.0, 1.0))
         pyro.sample("y", dist.Delta((torch.rand(20) < p).sum()), obs=y)
 
-    found = fit_simulator(model, torch.tensor(16), num_simulations=1000, **OPTIONS)
+    found = fit_simulator(model, torch.tensor(16), num_simulations=1000, **SINGLE)
     draws = found.sample(4000)["p"]
     exact = dist.Beta(17.0, 5.0)
     assert ((draws > 0) & (draws < 1)).all()
@@ -199,7 +200,7 @@ def test_failed_simulations_do_not_change_the_posterior():
         noisy = x + 0.5 * torch.randn(())
         pyro.sample("y", dist.Delta(torch.where(noisy > 1.0, math.nan, noisy)), obs=y)
 
-    found = fit_simulator(model, torch.tensor(0.8), num_simulations=2000, **OPTIONS)
+    found = fit_simulator(model, torch.tensor(0.8), num_simulations=2000, **SINGLE)
     assert 200 < found.num_failed < 600 and "not finite" in str(found)
     draws = found.sample(4000)["x"]
     assert draws.mean().item() == pytest.approx(0.64, abs=0.08)
@@ -302,8 +303,7 @@ def far(y):
 
 @pytest.fixture(scope="module")
 def sequential():
-    options = OPTIONS | {"policy": replace(SMALL, num_networks=1, num_steps=400)}
-    return fit_simulator(far, torch.tensor([3.0, 8.0]), rounds=2, num_simulations=1200, **options)
+    return fit_simulator(far, torch.tensor([3.0, 8.0]), rounds=2, num_simulations=1200, **SINGLE)
 
 
 def test_rounds_reach_the_closed_form(sequential):
