@@ -31,6 +31,9 @@ SHORT = replace(
         patient_seconds=0.0,
     ),
     hierarchy=HierarchyPolicy(num_pilot=50, num_starts=2, search_rounds=1),
+    integration=replace(
+        FitPolicy().integration, num_draws=1024, weigh_seconds=1e-3, search_seconds=1e-3
+    ),
 )  # fmt: skip
 GALLERY = ROOT / "docs" / "gallery"
 PAGES = sorted(path.relative_to(GALLERY).as_posix() for path in GALLERY.rglob("*.py"))
