@@ -425,9 +425,7 @@ class MixtureOfNormals(dist.MixtureSameFamily):
     support = torch.distributions.constraints.real_vector
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_guide_that_is_too_wide_finds_no_lost_mass(seed):
-    torch.manual_seed(seed)
+def test_a_guide_that_is_too_wide_finds_no_lost_mass():
     wide = {"x": 1.5 * torch.randn(1000, 5)}
 
     def normal():

@@ -79,11 +79,10 @@ def assert_equal(left, right):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_gaussian_posterior(dtype, seed):
+def test_a_gaussian_posterior(dtype):
     torch.set_default_dtype(dtype)
     x, y = X.to(dtype), Y.to(dtype)
-    result = fit(regression, "auto", x, y=y, noise=0.4, seed=seed, progress=False)
+    result = fit(regression, "auto", x, y=y, noise=0.4, seed=0, progress=False)
     precision = x.T @ x / 0.16 + torch.eye(2) / 4
     covariance = precision.inverse()
     mean = covariance @ x.T @ y / 0.16

@@ -45,9 +45,7 @@ def gaussian_fit(loc=0.3, scale=1.1):
     return Fit(guide=guide, source=(skewed, (), {}))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_corrected_draws_are_the_posteriors(seed):
-    pyro.set_rng_seed(seed)
+def test_corrected_draws_are_the_posteriors():
     result = gaussian_fit()
     mean, sd = moments_of_skewed()
     raw = result.sample(40_000)["x"]

@@ -133,12 +133,10 @@ def test_nonlinear_generators_against_quadrature(generate, proposal):
     assert gaps[1] == pytest.approx(0.0, abs=0.03 if generate is banana else 0.15)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("proposal", PROPOSALS)
 @pytest.mark.parametrize("num_mixing", [1, 10])
-def test_inverse_of_the_estimate_is_unbiased(num_mixing, proposal, seed):
+def test_inverse_of_the_estimate_is_unbiased(num_mixing, proposal):
     """E[q / q_hat] = 1 is what makes E[log q_hat] >= log q; any error in a weight breaks it."""
-    torch.manual_seed(seed)
     wave = lambda z: (2 * z).sin()  # noqa: E731  (bounded, so that the ratio's variance is small)
     q = SemiImplicit(wave, 1, 0.8).expand((20_000,))
     noise, value, _ = q.draw()
@@ -254,10 +252,10 @@ def test_positive_latent(handwritten):
     theta = rate.reciprocal() * shape  # Bayes' rule at any value gives the evidence
     log_joint = Gamma(3.0, 0.5).log_prob(theta) + dist.Poisson(theta).log_prob(counts).sum()
     log_evidence = (log_joint - Gamma(shape, rate).log_prob(theta)).item()
-    bound = evidence_bound(model, guide)
+    bound = evidence_bound(model, guide, num_samples=300)
     assert bound.value < log_evidence + 4 * bound.standard_error
     assert bound.value > log_evidence - 0.03
-    assert bound.effective_sample_size > 900
+    assert bound.effective_sample_size > 270
 
 
 def test_sites_add_up():
@@ -279,7 +277,7 @@ def test_sites_add_up():
         pyro.sample("a", dist.Normal(b / 2, 0.5**0.5))
 
     log_evidence = Normal(0.0, 2.0).log_prob(torch.tensor(2.0)).item()
-    bound = evidence_bound(model, guide, num_samples=300)
+    bound = evidence_bound(model, guide, num_samples=150)
     assert bound.value == pytest.approx(log_evidence, abs=0.02)
     assert bound.standard_error < 0.02
 

@@ -112,9 +112,7 @@ def test_stochastic_is_exact_for_diagonal_jacobians(batch_shape, num_probes):
     assert_same(found, -by_hand.entropy(), [scale, generator.weight])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_stochastic_is_unbiased(seed):
-    torch.manual_seed(seed)
+def test_stochastic_is_unbiased():
     generator = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8)).double()
     scale = (0.1 + torch.rand(8, dtype=DOUBLE)).requires_grad_()
     site = draw(SemiImplicit(generator, 6, scale).expand((3,)))

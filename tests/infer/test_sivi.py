@@ -33,11 +33,9 @@ def gaussian(q: SemiImplicit) -> MultivariateNormal:
     return MultivariateNormal(bias, weight @ weight.T + q.scale.square().diag())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_surrogate_falls_to_the_exact_density(seed):
+def test_surrogate_falls_to_the_exact_density():
     """E log q of the surrogate lies above the exact one, the more so the fewer the noises."""
     q = linear((100,))
-    torch.manual_seed(seed)
     gaps = []
     for num_mixing in (1, 5, 50, 2000):
         elbo = SIVI_ELBO(100, num_mixing)

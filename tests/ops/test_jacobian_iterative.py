@@ -132,11 +132,9 @@ def test_stochastic_is_exact_in_one_dimension():
     torch.testing.assert_close(found, covariance_log_det(jacobian, scale))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_stochastic_at_1000_dimensions(seed):
+def test_stochastic_at_1000_dimensions():
     """Each of 64 batch elements has one probe and leaf tensors of its own: independent replicates
     of the value and of the gradient, whose spread is the Monte Carlo error."""
-    torch.manual_seed(seed)
     d, m, num_replicates, num_groups = 1000, 1050, 64, 10
     affine = torch.randn(d, m, dtype=torch.double) / d**0.5
     first = torch.randn(d, 50, dtype=torch.double) / d**0.5
