@@ -533,7 +533,8 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
                 line.outcome += "; chains use the noise of the priors instead of a trained guide"
                 return gaussian
             if len(modes.loc) > 1:
-                line.outcome += "; annealing weighs the modes, and no guide is trained"
+                weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
+                line.outcome += f"; {weighs} the modes, and no guide is trained"
                 return gaussian
             if _chains_are_cheaper(stages, target, guide, efficiency):
                 line.outcome += "; chains cost less than the training of a guide"
