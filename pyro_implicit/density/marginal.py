@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.compiled import ACTIVE, Untraceable
@@ -166,7 +167,9 @@ class MarginalModel:
         values = target.constrain(target.init_loc)
         self._values = {name: values[name] for name in marginal.names}
         sites = target.trace_at(target.init_loc).nodes
-        self._hidden = [name for name in sites if name not in marginal.shapes]
+        # Pyro warns of plates that only a guide has.
+        hidden = [name for name, site in sites.items() if not site_is_subsample(site)]
+        self._hidden = [name for name in hidden if name not in marginal.shapes]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Sample the remaining sites, and add the factor.

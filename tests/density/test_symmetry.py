@@ -268,6 +268,28 @@ def test_all_copies_of_a_mixture_have_draws():
     assert found.value == pytest.approx(expected, abs=0.02) and found.standard_error < 0.01
 
 
+def test_integrated_variables_are_moved_with_the_others():
+    """Two rates that differ by about 20, in both orders, and counts that are summed out."""
+
+    def model(y):
+        with pyro.plate("rows", 2):
+            rate = pyro.sample("rate", dist.Gamma(4.0, 0.1))
+            n = pyro.sample("n", dist.Poisson(rate))
+            pyro.sample("y", dist.Binomial(n, 0.3), obs=y)
+        pyro.factor("apart", dist.Normal(20.0, 1.0).log_prob((rate[..., 0] - rate[..., 1]).abs()))
+
+    result = fit(model, "auto", torch.tensor([8.0, 8.0]), seed=0, progress=False)
+    assert str(result.marginal.symmetries) == "permutations of the 2 units of 'rate'"
+    assert result.marginal.num_modes == 1
+    draws = result.sample(4000)
+    is_first = draws["rate"][:, 0] > draws["rate"][:, 1]
+    assert is_first.double().mean().item() == pytest.approx(0.5, abs=0.05)
+    more = draws["n"][:, 0] - draws["n"][:, 1]
+    # The counts are y and Poisson(0.7 rate) more.
+    assert more[is_first].mean().item() == pytest.approx(14.0, abs=1.0)
+    assert more[~is_first].mean().item() == pytest.approx(-14.0, abs=1.0)
+
+
 def test_a_guide_alone_has_all_copies():
     result = fit(tied, "auto", seed=0, refine=False, num_steps=20, progress=False)
     assert result.num_modes == 9 and result.symmetries is None
