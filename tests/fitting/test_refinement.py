@@ -335,7 +335,12 @@ def test_a_hierarchy_next_to_discrete_latents_is_refined_in_its_noise():
             wide = pyro.sample("wide", dist.Bernoulli(0.2))
             pyro.sample("y", dist.Normal(x, 0.5 + wide), obs=y)
 
-    result = fit(model, seed=0, refine=True, progress=False)
+    budget = BudgetPolicy(
+        most_chains=32, most_gradients=200, least_gradients=200, patient_seconds=0.0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few gradients
+        result = fit(model, refine=True, policy=FitPolicy(budget=budget), **QUIET)
     assert set(result.refined.reparams) == {"x"}
     assert not any("failed" in stage.outcome for stage in result.stages)
     assert set(result.guide()) >= {"mean", "scale", "x"}
