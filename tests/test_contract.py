@@ -382,7 +382,7 @@ def test_float64_comes_from_the_model(guide_name, elbo_name):
         assert param.dtype == torch.float64, name
 
 
-@some_pairs
+@pairs
 def test_elbo_module_with_torch_optimiser(guide_name, elbo_name):
     with pyro.settings.context(module_local_params=True):
         model, guide, elbo = make(guide_name, elbo_name)
