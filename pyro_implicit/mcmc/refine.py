@@ -103,7 +103,8 @@ def refine(
 
     If groups such as permutations of components leave the density unchanged, chains start in one
     copy of the posterior, the drift is that of components in order, and the draws are moved by
-    random members of the groups (:doc:`/invariances`). With ``quantities`` nothing is moved.
+    random members of the groups (:doc:`/invariances`). Nothing is moved with ``quantities``, or by
+    ``"mclmc"`` and ``"mams"``, whose chains belong to members of an ensemble.
 
     Chains that start in separate modes stay there. Each mode keeps the weight that the guide gave
     it, and R-hat sees the modes, so the chains run until the budget ends.
@@ -264,9 +265,10 @@ def refine_target(
 
 
 def _symmetries(plan: ChainSetup) -> Symmetries | None:
-    """Return the groups that leave the density unchanged; None if quantities are tracked."""
+    """Return the groups that leave the density unchanged; None if quantities are tracked, or if
+    each chain belongs to a member of an ensemble."""
     target = plan.sampler.target
-    if plan.quantities is not None:
+    if plan.quantities is not None or KERNELS[plan.kernel].separate:
         return None
     if not (found := find_symmetries(target, plan.limit.left())):
         return None

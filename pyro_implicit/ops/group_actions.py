@@ -142,7 +142,8 @@ def separating_key(kind: Kind, entries: Tensor) -> tuple[float, ...]:
     :param entries: ``(n, num_entries, size)``.
     :returns: a weight of each entry.
     """
-    scale = entries.std((0, 2)).clamp(min=torch.finfo(entries.dtype).tiny).unsqueeze(-1)
+    scale = entries.std((0, 2)).unsqueeze(-1)
+    scale = torch.where(scale > 0, scale, 1.0)
     entries = entries / scale
     if kind == "permutations":
         order = linear_assignment(-(entries[0].mT @ entries))

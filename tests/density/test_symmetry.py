@@ -164,6 +164,8 @@ def test_key_separates_units_that_no_entry_separates():
     x = found.shuffled(corners.flatten() + torch.randn(500, 9))
     ordered = found.keyed(x).ordered(x)
     assert ordered.std(0).max() < 1.2  # 2.6 sds apart along the best line
+    equal = torch.ones(5, 9)  # as particles that start at one point
+    assert found.keyed(equal).ordered(equal).equal(equal)
 
 
 def test_rotations_are_uniform():
