@@ -148,6 +148,7 @@ def test_all_orders_and_signs_are_equally_frequent():
     assert values.tolist() == [123.0, 132.0, 213.0, 231.0, 312.0, 321.0]
     assert ((counts - 10_000).abs() < 4 * (10_000 * 5 / 6) ** 0.5).all()
     signs = units("reflections", 3).shuffled(x) @ torch.tensor([100.0, 10.0, 1.0])
+    assert units("reflections", 3).ordered(-x).equal(x)
     assert ((signs.unique(return_counts=True)[1] - 7500).abs() < 4 * (7500 * 7 / 8) ** 0.5).all()
     permuted = units("permutations", 3)
     share = permuted.is_ordered(permuted.shuffled(x)).double().mean().item()
