@@ -356,9 +356,11 @@ class _Trial:
         return Symmetries(self._target.shapes, self._target.transforms, (group,))
 
     def _density(self, points: Tensor) -> Tensor:
-        """Return the density of values, in whose space the maps preserve volume."""
+        """Return the log-density, of unconstrained vectors.
+
+        The maps preserve volume there or, for simplices, among the values; the log-determinant of
+        the stick-breaking transform is the sum of the values' logarithms, in any order.
+        """
         if isinstance(self._marginal, Marginal):
-            value, _ = self._marginal.evaluate(points, with_score=False)
-        else:
-            value = self._exact.log_prob(points)
-        return value - self._target.log_det(points)
+            return self._marginal.evaluate(points, with_score=False)[0]
+        return self._exact.log_prob(points)
