@@ -20,13 +20,7 @@ from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
 from pyro_implicit.runtime.progress import Watch, watch
 
-__all__ = [
-    "Modes",
-    "antithetic_noise",
-    "find_modes",
-    "gaussian_elbo",
-    "seconds_of_climb",
-]
+__all__ = ["Modes", "antithetic_noise", "find_modes", "gaussian_elbo", "seconds_of_climb"]
 
 
 class Modes(NamedTuple):

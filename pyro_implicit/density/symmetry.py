@@ -9,8 +9,8 @@ on G and independent of it, then :math:`g \theta` is a draw of the posterior (Fr
 2001, for the components of mixtures). Chains therefore start in one copy, their convergence is
 judged by functions that no g changes, and each draw is moved by a random g in the end.
 
-A group acts along dimensions of one length at some sites, *places*. It is found by trial: random
-members are applied to subsets of these places, at some points in double precision.
+A group acts along dimensions of one length at some sites, *places*. It is found by trial: members
+that generate it are applied to subsets of these places, at some points in double precision.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from pyro_implicit.ops.group_actions import (
     ordering_members,
     random_members,
     separating_key,
+    trial_members,
 )
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
@@ -142,6 +143,17 @@ class Symmetries:
             return random_members(group.kind, number, group.size, generator)
 
         return self._moved(latent, draw, self.groups[::-1])
+
+    def tried(self, point: Tensor) -> Tensor:
+        """Apply members of a single group that show whether a density has it.
+
+        :param point: ``(latent_dim,)``.
+        :returns: ``(num_members, latent_dim)``.
+        """
+        (group,) = self.groups
+        members = trial_members(group.kind, group.size)
+        latent = point.expand(len(members), -1)
+        return self._moved(latent, lambda *_: members, self.groups)
 
     def ordered(self, latent: Tensor) -> Tensor:
         """Return the member of each vector's orbit in which the units are in order.
@@ -323,7 +335,7 @@ def _minimal(trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int) ->
 
 
 class _Trial:
-    """Compares the density in double precision before and after random members of groups."""
+    """Compares the density in double precision before and after members of groups."""
 
     def __init__(self, target: Target, points: Tensor) -> None:
         self._target = target
@@ -345,11 +357,12 @@ class _Trial:
             index = [row for row, holds in enumerate(found) if holds]
             if not index:
                 break
-            moved = [self._of(groups[row]).shuffled(point.unsqueeze(0)) for row in index]
-            after = self._density(torch.cat(moved))
+            moved = torch.stack([self._of(groups[row]).tried(point) for row in index])
+            after = self._density(moved.flatten(0, 1)).unflatten(0, moved.shape[:2])
             tolerance = SYMMETRY.absolute + SYMMETRY.relative * before.abs()
-            for row, error in zip(index, (after - before).abs().tolist(), strict=True):
-                found[row] = error < tolerance
+            is_equal = ((after - before).abs() < tolerance).all(-1)
+            for row, holds in zip(index, is_equal.tolist(), strict=True):
+                found[row] = holds
         return found
 
     def _of(self, group: Symmetry) -> Symmetries:

@@ -24,6 +24,7 @@ __all__ = [
     "ordering_members",
     "random_members",
     "separating_key",
+    "trial_members",
 ]
 
 Kind = Literal["permutations", "reflections", "rotations"]
@@ -52,6 +53,34 @@ def random_members(
         return 1 - 2 * torch.randint(2, (number, size), **options)
     q, r = torch.linalg.qr(torch.randn(number, size, size, dtype=torch.float64, **options))
     return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+
+
+def trial_members(kind: Kind, size: int) -> Tensor:
+    """Return members that generate a group, or a dense part of it, and a random one.
+
+    A cycle of all units and an exchange of two generate all permutations. Of reflections those of
+    the first and of the last unit are returned.
+
+    **Example:**
+
+    >>> trial_members("permutations", 2)[:2]
+    tensor([[1, 0],
+            [1, 0]])
+
+    :param kind: of the group.
+    :param size: the number of units.
+    :returns: three members, on the CPU.
+    """
+    if kind == "rotations":
+        return random_members(kind, 3, size)
+    if kind == "permutations":
+        units = torch.arange(size, device="cpu")
+        exchange = torch.cat([units[:2].flip(0), units[2:]])
+        known = torch.stack([units.roll(1), exchange])
+    else:
+        known = torch.ones(2, size, dtype=torch.long, device="cpu")
+        known[0, 0] = known[1, -1] = -1
+    return torch.cat([known, random_members(kind, 1, size)])
 
 
 def entries_of(value: Tensor, dim: int) -> Tensor:

@@ -112,6 +112,31 @@ def test_finds_the_groups_of_a_model(name):
     assert torch.get_rng_state().equal(state)
 
 
+def ring():
+    x = pyro.sample("x", dist.LogNormal(torch.zeros(4), 1.0).to_event(1))
+    pyro.factor("neighbours", -(x - x.roll(1, -1)).square().sum(-1))
+
+
+def pair(size):
+    x = pyro.sample("x", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+    pyro.factor("signs", -(x.sum(-1).square() - 1).square())
+    pyro.factor("order", 0.01 * x[..., 0].square())
+
+
+def test_a_part_of_a_group_is_not_the_group():
+    """Cycles are some of all permutations, and one sign of all is one of all reflections."""
+    for seed in range(8):
+        for model, args in ((ring, ()), (pair, (2,)), (pair, (3,))):
+            torch.manual_seed(seed)
+            assert str(find_symmetries(Target(model, *args))) == ""
+    swap = Symmetry("permutations", (Place("x", -1),), 2)
+    target = Target(pair, 2)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        point = target.sample_prior(1)
+        assert not confirmed(Symmetries(target.shapes, target.transforms, (swap,)), target, point)
+
+
 @pytest.mark.parametrize("name", [name for name, (_, _, groups) in MODELS.items() if groups])
 def test_maps_leave_the_density_unchanged(name):
     torch.manual_seed(0)
