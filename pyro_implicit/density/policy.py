@@ -396,13 +396,13 @@ class SymmetryPolicy:
     most_blocks: int = 6
 
     #: Root mean square distance of modes with their units in order, in sds of coordinates, up to
-    #: which they are the same: paths end a little beside a mode.
+    #: which they are the same: paths end near a mode, not at it.
     same_mode: float = 0.5
 
     #: Units of the largest rotations.
     most_rotated: int = 64
 
-    #: Runs of the model that all trials may take, beside those of all subsets at once.
+    #: Runs of the model that all trials may take, in addition to those of all subsets at once.
     num_runs: int = 30
 
     #: Seconds of one core that all subsets may take.

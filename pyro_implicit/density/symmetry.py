@@ -25,20 +25,20 @@ import torch
 from torch import Tensor
 from torch.distributions import StickBreakingTransform, constraints
 
-from pyro_implicit.density.marginal import Marginal
+from pyro_implicit.density.marginal import MarginalModel
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.group_actions import (
     Kind,
     apply_members,
-    entries_of,
     is_identity,
     ordering_members,
     random_members,
     separating_key,
     trial_members,
 )
+from pyro_implicit.ops.permutations import entries_of
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
@@ -158,9 +158,8 @@ class Symmetries:
     def ordered(self, latent: Tensor) -> Tensor:
         """Return the member of each vector's orbit in which the units are in order.
 
-        Its functions are all those that no member of the groups changes. Units are ordered by their
-        entries at a site of which groups act on no other dimension. Groups without such a site do
-        nothing.
+        Members of the groups do not change the result. Units are ordered by their entries at sites
+        along which groups act in one dimension alone. Groups without such a site do nothing.
 
         :param latent: ``(*batch, latent_dim)``.
         """
@@ -339,9 +338,10 @@ class _Trial:
 
     def __init__(self, target: Target, points: Tensor) -> None:
         self._target = target
-        #: The marginal density of some latent variables is computed in double precision.
-        self._marginal = getattr(target.model, "marginal", None)
-        self._exact = target if isinstance(self._marginal, Marginal) else target.in_double()
+        if isinstance(target.model, MarginalModel):  # computes in double precision
+            self._log_prob: Callable[[Tensor], Tensor] = target.model.marginal
+        else:
+            self._log_prob = target.in_double().log_prob
         points = points.double()
         before = self._density(points)
         best = before.nan_to_num(-math.inf).argsort(descending=True)[: SYMMETRY.num_points]
@@ -374,6 +374,4 @@ class _Trial:
         The maps preserve volume there or, for simplices, among the values; the log-determinant of
         the stick-breaking transform is the sum of the values' logarithms, in any order.
         """
-        if isinstance(self._marginal, Marginal):
-            return self._marginal.evaluate(points, with_score=False)[0]
-        return self._exact.log_prob(points)
+        return self._log_prob(points)

@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pyro_implicit.ops.permutations import linear_assignment
+from pyro_implicit.ops.permutations import along, entries_of, linear_assignment, permuted
 from pyro_implicit.ops.policy import LEAST_SPREAD, NUM_KEYS
 
 __all__ = [
     "Kind",
     "apply_members",
-    "entries_of",
     "is_identity",
     "ordering_members",
     "random_members",
@@ -33,7 +32,7 @@ Kind = Literal["permutations", "reflections", "rotations"]
 def random_members(
     kind: Kind, number: int, size: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw members uniformly, by Haar's measure.
+    """Draw members uniformly; rotations by QR with positive diagonals (Mezzadri, 2007).
 
     **Example:**
 
@@ -83,20 +82,6 @@ def trial_members(kind: Kind, size: int) -> Tensor:
     return torch.cat([known, random_members(kind, 1, size)])
 
 
-def entries_of(value: Tensor, dim: int) -> Tensor:
-    """Return the entries of units along a dimension, ``(n, num_entries, size)``.
-
-    **Example:**
-
-    >>> entries_of(torch.zeros(10, 4, 3, 2), -2).shape
-    torch.Size([10, 8, 3])
-
-    :param value: ``(n, *shape)``.
-    :param dim: the dimension of ``shape``, from the right.
-    """
-    return value.movedim(dim, -1).reshape(len(value), -1, value.shape[dim])
-
-
 def apply_members(kind: Kind, members: Tensor, value: Tensor, dim: int) -> Tensor:
     """Apply a member to each point along a dimension.
 
@@ -111,14 +96,13 @@ def apply_members(kind: Kind, members: Tensor, value: Tensor, dim: int) -> Tenso
     :param value: ``(n, *shape)``.
     :param dim: the dimension of ``shape`` that counts the units, from the right.
     """
-    entries = entries_of(value, dim)
     if kind == "permutations":
-        moved = entries.gather(-1, members.unsqueeze(1).expand_as(entries))
-    elif kind == "reflections":
-        moved = entries * members.unsqueeze(1)
-    else:
-        moved = (entries.to(members) @ members).to(entries)
-    return moved.reshape(value.movedim(dim, -1).shape).movedim(-1, dim)
+        return permuted(value, dim, members)
+    if kind == "reflections":
+        return value * along(members, value, dim)
+    units = value.movedim(dim, -1)
+    moved = (entries_of(value, dim).to(members) @ members).to(value)
+    return moved.reshape(units.shape).movedim(-1, dim)
 
 
 def ordering_members(kind: Kind, entries: Tensor, key: tuple[float, ...]) -> Tensor:

@@ -15,9 +15,12 @@ from pyro_implicit.ops.policy import MAX_ALIGNMENTS, NUM_BALANCINGS, PERMUTATION
 
 __all__ = [
     "align_hidden_units",
+    "along",
+    "entries_of",
     "linear_assignment",
     "permutation_log_prob",
     "permute_units",
+    "permuted",
     "unit_vectors",
 ]
 
@@ -82,6 +85,43 @@ def linear_assignment(cost: Tensor) -> Tensor:
     return torch.as_tensor(columns.reshape(cost.shape[:-1]), device=cost.device)
 
 
+def entries_of(value: Tensor, dim: int) -> Tensor:
+    """Return the entries of units along a dimension, ``(n, num_entries, num_units)``.
+
+    **Example:**
+
+    >>> entries_of(torch.zeros(10, 4, 3, 2), -2).shape
+    torch.Size([10, 8, 3])
+
+    :param value: ``(n, *shape)``.
+    :param dim: the dimension of ``shape`` that counts the units, from the right.
+    """
+    return value.movedim(dim, -1).reshape(len(value), -1, value.shape[dim])
+
+
+def along(members: Tensor, value: Tensor, dim: int) -> Tensor:
+    """Return ``(n, num_units)`` with the dimensions of ``value``, to broadcast along ``dim``."""
+    shape = [len(value)] + [1] * (value.dim() - 1)
+    shape[dim] = value.shape[dim]
+    return members.reshape(shape)
+
+
+def permuted(value: Tensor, dim: int, permutation: Tensor) -> Tensor:
+    """Reorder the units along a dimension.
+
+    **Example:**
+
+    >>> permuted(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), -1, torch.tensor([[1, 0]]))
+    tensor([[[2., 1.],
+             [4., 3.]]])
+
+    :param value: ``(n, *shape)``.
+    :param dim: the dimension of ``shape`` that counts the units, from the right.
+    :param permutation: index of the old unit for each new unit, ``(n, num_units)``.
+    """
+    return torch.take_along_dim(value, along(permutation, value, dim), dim)
+
+
 Units = Mapping[str, int]
 
 
@@ -92,8 +132,7 @@ def unit_vectors(draws: Mapping[str, Tensor], units: Units) -> Tensor:
     :param units: by site, the negative dimension that counts the units.
     :returns: ``(num_draws, num_units, weights_per_unit)``.
     """
-    parts = [draws[name].movedim(dim, 1) for name, dim in units.items()]
-    return torch.cat([part.reshape(*part.shape[:2], -1) for part in parts], -1)
+    return torch.cat([entries_of(draws[name], dim) for name, dim in units.items()], 1).mT
 
 
 def permute_units(
@@ -106,12 +145,7 @@ def permute_units(
     :param permutation: index of the old unit for each new unit, ``(num_draws, num_units)``.
     :returns: the sites in ``units``.
     """
-    result = {}
-    for name, dim in units.items():
-        value = draws[name].movedim(dim, 1)
-        index = permutation.reshape(permutation.shape + (1,) * (value.dim() - 2))
-        result[name] = value.gather(1, index.expand(value.shape)).movedim(1, dim)
-    return result
+    return {name: permuted(draws[name], dim, permutation) for name, dim in units.items()}
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracker
-from pyro_implicit.mcmc.tempering import ModeLabels, temper
+from pyro_implicit.mcmc.tempering import Cloud, Evaluated, ModeLabels, temper
 from pyro_implicit.ops.annealing import NormalMixture
 
 refine_module = importlib.import_module("pyro_implicit.mcmc.refine")  # not the function
@@ -298,3 +298,15 @@ def test_annealed_draws_that_replace_chains(r_hat, lower, is_better):
     )
     found = refine_module._better_than(torch.zeros(3, 1), annealed, Target(model), DEFAULT)
     assert found is (annealed if is_better else None)
+
+
+def test_particles_without_weight_have_no_part_in_the_drift():
+    target, number = Target(lambda: pyro.sample("x", dist.Normal(0.0, 1.0))), torch.arange(8)
+    here = Evaluated(torch.randn(8, 1), torch.randn(8), torch.zeros(8, 1))
+    weights = torch.zeros(8, dtype=torch.float64)
+    track, stratum = Tracker(target, None), torch.zeros(8, dtype=torch.long)
+    weights[0] = here.log_density[0] = -math.inf
+    found = Cloud(here, weights, number, stratum).drift(track, 64, StoppingPolicy())
+    here.log_density[0] = 0.0
+    assert found == Cloud(here, weights, number, stratum).drift(track, 64, StoppingPolicy())
+    assert math.isfinite(found.mean)
