@@ -20,6 +20,7 @@ from pyro_implicit.density.symmetry import (
     find_symmetries,
 )
 from pyro_implicit.fitting import log_evidence
+from pyro_implicit.mcmc.stopping import Tracker
 
 Y = torch.tensor([[-40.0, -39.0], [-21.0, -20.0], [0.0, 1.0], [19.0, 21.5], [40.0, 41.0]])
 X = torch.linspace(-1, 1, 7).unsqueeze(-1)
@@ -163,6 +164,14 @@ def units(kind, size):
     shapes = {"x": torch.Size([size])}
     real = dist.transforms.identity_transform
     return Symmetries(shapes, {"x": real}, (Symmetry(kind, (Place("x", -1),), size),))
+
+
+def test_drift_is_that_of_ordered_units():
+    target = Target(tied, 3)
+    track, x = Tracker(target, None, find_symmetries(target)), torch.randn(10, 3)
+    values = track(x, torch.zeros(10)).values
+    assert values.equal(track(x.flip(-1), torch.zeros(10)).values)
+    assert values[:, :3].equal(x.sort(-1).values)
 
 
 def test_all_orders_and_signs_are_equally_frequent():
@@ -324,10 +333,11 @@ def test_a_guide_alone_has_all_copies():
 
 
 def test_chains_of_one_copy_give_draws_of_all():
-    start = {"loc": torch.tensor([40.0, 0.0, 20.0, -40.0, -20.0]) + torch.randn(64, 5)}
+    loc = torch.tensor([40.0, 0.0, 20.0, -40.0, -20.0]) + torch.randn(64, 5)
+    start = {"loc": units("permutations", 5).shuffled(loc)}
     found = refine(clusters, start, Y, num_chains=64, seed=0, progress=False)
     assert found.stopped == "converged" and found.drift.r_hat < 1.1
-    assert "symmetries" in str(found)
+    assert "symmetries" in str(found) and len(found.chains.points.argsort(-1).unique(dim=0)) == 1
     shares = (found.get_samples()["loc"] > 30).double().mean(0)
     assert torch.allclose(shares, torch.tensor(0.2).double(), atol=0.02)
     again = refine(clusters, start, Y, num_chains=64, seed=0, progress=False)
