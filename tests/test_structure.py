@@ -111,6 +111,21 @@ def test_no_private_parts_of_torch() -> None:
     assert found == NEEDED
 
 
+def test_random_numbers_of_a_generator_state_its_device() -> None:
+    """Without ``device=``, ``torch.set_default_device("cuda")`` asks for a generator there."""
+    makers = {"empty", "rand", "randint", "randn", "randperm"}
+    faults = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in FILES
+        for node in ast.walk(TREES[file])
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in makers
+        and {"generator"} == {key.arg for key in node.keywords} & {"generator", "device"}
+    ]
+    assert not faults, faults
+
+
 def test_no_two_modules_or_classes_share_a_name() -> None:
     modules = Counter(file.stem for file in FILES if file.name not in ("__init__.py", "policy.py"))
     assert not [name for name, count in modules.items() if count > 1]

@@ -254,8 +254,9 @@ def first_scales(
     :returns: the scale and the learning rate.
     """
     centre = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
-    stream = torch.Generator().manual_seed(0)  # the caller's does not advance
-    noise = torch.randn(policy.num_draws, target.latent_dim, generator=stream).to(centre)
+    shape = policy.num_draws, target.latent_dim
+    stream = torch.Generator("cpu").manual_seed(0)  # the caller's does not advance
+    noise = torch.randn(shape, generator=stream, device="cpu").to(centre)
     step = target.score(centre)[1].sign().nan_to_num(0.0)
     least = finite_log_prob(target, centre) - policy.max_fall * target.latent_dim
 
