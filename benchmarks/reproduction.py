@@ -127,7 +127,7 @@ def lenets() -> list[Comparison]:
     rows = []
     for method, name in (
         *(("MAP", "MAP"), ("ensemble", "ensemble"), ("LIVI L'", "LIVI"), ("LIVI L''", "LIVI")),
-        *(("injective", ""), ("mixture", ""), ("last-layer Laplace", "")),
+        *(("mean field", ""), ("injective", ""), ("mixture", ""), ("last-layer Laplace", "")),
     ):
         paper = ", ".join(f"{one:.1f}" for one in lenet.PAPER[name]) if name else ""
         files, where = ("paper_lenet", "networks_lenet"), {"subset": None, "row": method}
