@@ -392,8 +392,8 @@ class SymmetryPolicy:
     relative: float = 1e-11
     absolute: float = 1e-4
 
-    #: Plates and dimensions of one length whose subsets are all tried; of more, the whole.
-    most_blocks: int = 6
+    #: Plates, dimensions of one length, or sites, whose subsets are all tried; of more, the whole.
+    most_blocks: int = 9
 
     #: Root mean square distance of modes with their units in order, in sds of coordinates, up to
     #: which they are the same: paths end near a mode, not at it.
@@ -405,7 +405,7 @@ class SymmetryPolicy:
     #: Runs of the model that all trials may take, in addition to those of all subsets at once.
     num_runs: int = 30
 
-    #: Seconds of one core that all subsets may take.
+    #: Seconds of one core that all subsets may take; fewer are tried of slow models.
     max_seconds: float = 2.0
 
 

@@ -9,8 +9,9 @@ on G and independent of it, then :math:`g \theta` is a draw of the posterior (Fr
 2001, for the components of mixtures). Chains therefore start in one copy, their convergence is
 judged by functions that no g changes, and each draw is moved by a random g in the end.
 
-A group acts along dimensions of one length at some sites, *places*. It is found by trial: members
-that generate it are applied to subsets of these places, at some points in double precision.
+A group acts along dimensions of one length at some sites, or changes the signs of whole sites, its
+*places*. It is found by trial: members that generate it are applied to subsets of these places, at
+some points in double precision.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ __all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
 
 
 class Place(NamedTuple):
-    """A dimension of a site along which the units lie; ``dim`` is negative."""
+    """A dimension of a site along which the units lie.
+
+    ``dim`` is negative, or ``None`` if the whole site is one unit.
+    """
 
     site: str
-    dim: int
+    dim: int | None
 
 
 class Symmetry(NamedTuple):
@@ -72,8 +76,12 @@ class Symmetry(NamedTuple):
         return self.size * math.log(2) if self.kind == "reflections" else math.lgamma(self.size + 1)
 
     def __str__(self) -> str:
-        names = " and ".join(dict.fromkeys(f"'{place.site}'" for place in self.places))
-        return f"{self.kind} of the {self.size} units of {names}"
+        names = list(dict.fromkeys(f"'{place.site}'" for place in self.places))
+        if len(names) > 4:
+            names[2:-1] = ["..."]
+        units = f" of the {self.size} units" if self.size > 1 else ""
+        whole = "" if units else " as a whole"
+        return f"{self.kind}{units} of {' and '.join(names)}{whole}"
 
 
 class Symmetries:
@@ -105,13 +113,10 @@ class Symmetries:
     ) -> None:
         self.groups = groups
         self._shapes, self._transforms = shapes, transforms
-        places = {place for group in groups for place in group.places}
-        used = [name for name, _ in places]
-        #: Sites along one dimension of which groups act: their rows are keys.
-        self._keys = {name for name in used if used.count(name) == 1}
+        self._places = {place for group in groups for place in group.places}
         #: Simplices, whose elements are not those of their unconstrained parts.
         self._simplices = {
-            name for name in used if isinstance(transforms[name], StickBreakingTransform)
+            name for name, _ in self._places if isinstance(transforms[name], StickBreakingTransform)
         }
         self._orderable = tuple(group for group in groups if self._keys_of(group))
 
@@ -159,7 +164,8 @@ class Symmetries:
         """Return the member of each vector's orbit in which the units are in order.
 
         Members of the groups do not change the result. Units are ordered by their entries at sites
-        along which groups act in one dimension alone. Groups without such a site do nothing.
+        along which groups act in one dimension alone, whole sites before all others by sites that
+        no other group changes. Groups without such a site do nothing.
 
         :param latent: ``(*batch, latent_dim)``.
         """
@@ -189,12 +195,15 @@ class Symmetries:
         return Symmetries(self._shapes, self._transforms, tuple(groups))
 
     def _keys_of(self, group: Symmetry) -> list[Place]:
-        return [place for place in group.places if place.site in self._keys]
+        """Return the places whose entries no other group changes, once whole sites are in order."""
+        others = [other for other in self._places if group.size == 1 or other.dim is not None]
+        sites = [other.site for other in others]
+        return [place for place in group.places if sites.count(place.site) == 1]
 
     def _units(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
         """Return the entries by which units are ordered, ``(num_points, num_entries, size)``."""
-        parts = [entries_of(values[name], dim).double() for name, dim in self._keys_of(group)]
-        return torch.cat(parts, 1)
+        parts = [entries_of(*_along(values[name], dim)) for name, dim in self._keys_of(group)]
+        return torch.cat(parts, 1).double()
 
     def _order(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
         return ordering_members(group.kind, self._units(group, values), group.key)
@@ -211,7 +220,8 @@ class Symmetries:
         for group in groups:
             members = members_of(group, values).to(latent.device)
             for name, dim in group.places:
-                values[name] = apply_members(group.kind, members, values[name], dim)
+                moved = apply_members(group.kind, members, *_along(values[name], dim))
+                values[name] = moved.reshape(values[name].shape)
         parts = []
         for name, value in values.items():
             part = self._transforms[name].inv(value) if name in self._simplices else value
@@ -246,11 +256,16 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
         torch.manual_seed(0)
         try:
             number = SYMMETRY.num_points
-            if 2**SYMMETRY.most_blocks * target.seconds() > SYMMETRY.max_seconds:
+            fast = [
+                n
+                for n in range(SYMMETRY.most_blocks + 1)
+                if target.seconds(2**n) < SYMMETRY.max_seconds
+            ]
+            if not fast:
                 return none
             noise = torch.randn(number, target.latent_dim).to(target.init_loc)
             points = torch.cat([target.sample_prior(number), target.init_loc + noise])
-            trial = _Trial(target, points)
+            trial = _Trial(target, points, max(fast))
         except IMPOSSIBLE:
             return none
         groups = tuple(_search(trial, places)) if trial.is_possible else ()
@@ -274,6 +289,11 @@ def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetr
     return Symmetries(target.shapes, target.transforms, groups)
 
 
+def _along(value: Tensor, dim: int | None) -> tuple[Tensor, int]:
+    """Return the values of a site and their dimension of units; one that is one unit has none."""
+    return (value.unsqueeze(-1), -1) if dim is None else (value, dim)
+
+
 class _Candidate(NamedTuple):
     place: Place
     size: int
@@ -282,7 +302,7 @@ class _Candidate(NamedTuple):
 
 
 def _places(target: Target) -> Iterator[_Candidate]:
-    """Return the dimensions of sites along which elements may be exchanged."""
+    """Return the sites, and their dimensions along which elements may be exchanged."""
     trace = target.trace_at(target.init_loc)
     for name, shape in target.shapes.items():
         site, transform = trace.nodes[name], target.transforms[name]
@@ -292,6 +312,8 @@ def _places(target: Target) -> Iterator[_Candidate]:
         shape = site["value"].shape if is_simplex else shape
         plates = {frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
         num_events = len(shape) - len(site["fn"].batch_shape)
+        if is_real:
+            yield _Candidate(Place(name, None), 1, "", is_real)
         for dim in range(-len(shape), 0):
             is_event = dim >= -num_events
             if shape[dim] < 2 or (is_event and not is_simplex and support.event_dim):
@@ -300,11 +322,12 @@ def _places(target: Target) -> Iterator[_Candidate]:
             yield _Candidate(Place(name, dim), shape[dim], plate, is_real)
 
 
-def _search(trial: _Trial, places: list[_Candidate]) -> Iterator[Symmetry]:
+def _search(trial: _Trial, places: list[_Candidate]) -> list[Symmetry]:
+    found: list[Symmetry] = []
     rotated: set[Place] = set()
     kinds: tuple[Kind, ...] = ("rotations", "reflections", "permutations")
     for kind in kinds:
-        for size in sorted({one.size for one in places}):
+        for size in sorted({one.size for one in places} - {1}):
             if kind == "rotations" and size > SYMMETRY.most_rotated:
                 continue
             blocks: dict[Any, list[Place]] = {}
@@ -316,13 +339,29 @@ def _search(trial: _Trial, places: list[_Candidate]) -> Iterator[Symmetry]:
                 if kind == "rotations":
                     rotated |= set(group.places)
                 if kind == "rotations" or not rotated.issuperset(group.places):
-                    yield group
+                    found.append(group)
+    real = {one.place.site for one in places if one.size == 1}
+    sites = [[Place(name, None) for name in loop] for loop in trial.loops if real >= {*loop}]
+    known: list[set[str]] = [set()]  # sites that products of the groups reflect
+    for group in found:
+        if group.kind != "permutations":
+            known += [others ^ _reflected(group) for others in known]
+    whole = _minimal(trial, "reflections", sites, 1)
+    return [*(group for group in whole if _reflected(group) not in known), *found]
+
+
+def _reflected(group: Symmetry) -> set[str]:
+    """Return the sites that change their signs if all units do."""
+    sites: set[str] = set()
+    for place in group.places:
+        sites ^= {place.site}
+    return sites
 
 
 def _minimal(trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int) -> Iterator[Symmetry]:
     """Return the groups that act on disjoint sets of blocks, of as few blocks as possible."""
     numbers = range(1, len(blocks) + 1)
-    if len(blocks) > SYMMETRY.most_blocks:
+    if len(blocks) > trial.most_blocks:
         numbers = range(len(blocks), len(blocks) + 1)
     subsets = [subset for number in numbers for subset in combinations(blocks, number)]
     groups = [Symmetry(kind, tuple(sum(subset, [])), size) for subset in subsets]
@@ -334,10 +373,16 @@ def _minimal(trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int) ->
 
 
 class _Trial:
-    """Compares the density in double precision before and after members of groups."""
+    """Compares the density in double precision before and after members of groups.
 
-    def __init__(self, target: Target, points: Tensor) -> None:
-        self._target = target
+    :param points: of which those of the highest density are taken.
+    :param most_blocks: whose subsets are all tried; of more, the whole.
+    """
+
+    def __init__(self, target: Target, points: Tensor, most_blocks: int = 0) -> None:
+        self._target, self.most_blocks = target, most_blocks
+        #: Sites of the same loop, and other sites alone.
+        self.loops = target.groups
         if isinstance(target.model, MarginalModel):  # computes in double precision
             self._log_prob: Callable[[Tensor], Tensor] = target.model.marginal
         else:

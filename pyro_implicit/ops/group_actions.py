@@ -58,7 +58,7 @@ def trial_members(kind: Kind, size: int) -> Tensor:
     """Return members that generate a group, or a dense part of it, and a random one.
 
     A cycle of all units and an exchange of two generate all permutations. Of reflections those of
-    the first and of the last unit are returned.
+    the first and of the last unit are returned, of one unit its only one.
 
     **Example:**
 
@@ -68,8 +68,10 @@ def trial_members(kind: Kind, size: int) -> Tensor:
 
     :param kind: of the group.
     :param size: the number of units.
-    :returns: three members, on the CPU.
+    :returns: up to three members, on the CPU.
     """
+    if kind == "reflections" and size == 1:
+        return torch.tensor([[-1]], device="cpu")
     if kind == "rotations":
         return random_members(kind, 3, size)
     if kind == "permutations":

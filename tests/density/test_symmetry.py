@@ -75,6 +75,22 @@ def bounded(high):
     pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.tensor(1.0))
 
 
+def product(y):
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Laplace(a.unsqueeze(-1) * b, 0.2), obs=y)
+
+
+def walk(y):
+    load = pyro.sample("load", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    x = torch.zeros(())
+    for time, row in enumerate(y):
+        x = pyro.sample(f"x_{time}", dist.Normal(x, 1.0))
+        pyro.sample(f"y_{time}", dist.Laplace(loc + load * x, 0.5).to_event(1), obs=row)
+
+
 FEW = torch.tensor([0.0, 1.0, -2.0, 0.5])
 UNITS = "permutations of the 3 units of 'weights' and 'loc' and 'scale'"
 MODELS = {
@@ -101,6 +117,13 @@ MODELS = {
     "equal schools": (schools, (torch.ones(3),), "permutations of the 3 units of 'theta'"),
     "bounded": (bounded, ([1.0, 1.0],), "permutations of the 2 units of 'x'"),
     "unequal bounds": (bounded, ([1.0, 1.1],), ""),
+    "product": (product, (FEW,), "reflections of 'a' and 'b' as a whole"),
+    "walk": (
+        walk,
+        (torch.ones(5, 2),),
+        "reflections of 'load' and 'x_0' and ... and 'x_4' as a whole; "
+        "permutations of the 2 units of 'load'",
+    ),
 }
 
 
@@ -129,7 +152,8 @@ def test_a_part_of_a_group_is_not_the_group():
     for seed in range(8):
         for model, args in ((ring, ()), (pair, (2,)), (pair, (3,))):
             torch.manual_seed(seed)
-            assert str(find_symmetries(Target(model, *args))) == ""
+            whole = "" if model is ring else "reflections of 'x' as a whole"
+            assert str(find_symmetries(Target(model, *args))) == whole
     swap = Symmetry("permutations", (Place("x", -1),), 2)
     target = Target(pair, 2)
     for seed in range(8):
@@ -303,6 +327,27 @@ def test_all_copies_of_a_mixture_have_draws():
     expected = of_pair.log_prob(Y).sum().item() + 10 * math.log(0.2) + math.lgamma(6)
     found = log_evidence(result)
     assert found.value == pytest.approx(expected, abs=0.02) and found.standard_error < 0.01
+
+
+def test_signs_of_whole_sites():
+    """Moments and evidence by quadrature; the two copies of the mode are far apart."""
+    y = torch.tensor([1.5, -1.0])
+    result = fit(product, "auto", y, seed=0, progress=False)
+    assert result.num_modes == 1 and "reflections of 'a' and 'b' as a whole" in str(result)
+    grid = torch.linspace(-8, 8, 2001, dtype=torch.float64)
+    log_prior = dist.Normal(0.0, 1.0).log_prob(grid) + math.log(16 / 2000)
+    means = grid.unsqueeze(-1) * grid  # of a and of one b
+    log_joint = torch.stack([dist.Laplace(means, 0.2).log_prob(one) + log_prior for one in y])
+    log_of_a = log_joint.logsumexp(-1).sum(0) + log_prior
+    assert log_evidence(result).value == pytest.approx(log_of_a.logsumexp(0).item(), abs=0.02)
+    of_a, of_b = log_of_a.softmax(0), log_joint.softmax(-1)
+    draws = result.sample(20_000)
+    a, b = draws["a"].double(), draws["b"].double()
+    assert torch.allclose(b.mean(0), torch.zeros(2).double(), atol=0.05)
+    assert a.mean().item() == pytest.approx(0.0, abs=0.05)
+    assert a.square().mean().item() == pytest.approx((of_a * grid.square()).sum().item(), rel=0.04)
+    expected = (of_a * (of_b * means).sum(-1)).sum(-1)
+    assert torch.allclose((a.unsqueeze(-1) * b).mean(0), expected, atol=0.02)
 
 
 def test_integrated_variables_are_moved_with_the_others():
