@@ -91,6 +91,24 @@ def walk(y):
         pyro.sample(f"y_{time}", dist.Laplace(loc + load * x, 0.5).to_event(1), obs=row)
 
 
+def bilinear():
+    """Signs of a and b as a whole are products of those of their units, which w has, too."""
+    a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+    mean = (b**3).unsqueeze(-2) @ w @ (a**3).unsqueeze(-1)
+    pyro.sample("y", dist.Normal(mean.squeeze(-1).squeeze(-1), 1.0), obs=torch.tensor(2.0))
+
+
+def odd_recurrent():
+    """The signs of all units change those of w twice."""
+    first = pyro.sample("first", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    w = pyro.sample("w", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
+    out = pyro.sample("out", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    state = torch.tanh((w @ first.unsqueeze(-1)).squeeze(-1)) + 0.1 * first
+    pyro.sample("y", dist.Normal((state * out).sum(-1), 0.1), obs=torch.tensor(1.0))
+
+
 FEW = torch.tensor([0.0, 1.0, -2.0, 0.5])
 UNITS = "permutations of the 3 units of 'weights' and 'loc' and 'scale'"
 MODELS = {
@@ -117,11 +135,23 @@ MODELS = {
     "equal schools": (schools, (torch.ones(3),), "permutations of the 3 units of 'theta'"),
     "bounded": (bounded, ([1.0, 1.0],), "permutations of the 2 units of 'x'"),
     "unequal bounds": (bounded, ([1.0, 1.1],), ""),
+    "bilinear": (
+        bilinear,
+        (),
+        "reflections of the 2 units of 'b' and 'w'; reflections of the 3 units of 'a' and 'w'; "
+        "permutations of the 2 units of 'b' and 'w'; permutations of the 3 units of 'a' and 'w'",
+    ),
+    "odd recurrent": (
+        odd_recurrent,
+        (),
+        "reflections of the 2 units of 'first' and 'w' and 'out'; "
+        "permutations of the 2 units of 'first' and 'w' and 'out'",
+    ),
     "product": (product, (FEW,), "reflections of 'a' and 'b' as a whole"),
     "walk": (
         walk,
-        (torch.ones(5, 2),),
-        "reflections of 'load' and 'x_0' and ... and 'x_4' as a whole; "
+        (torch.ones(10, 2),),
+        "reflections of 'load' and 'x_0' and ... and 'x_9' as a whole; "
         "permutations of the 2 units of 'load'",
     ),
 }
