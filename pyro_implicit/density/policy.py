@@ -383,6 +383,9 @@ class SymmetryPolicy:
     #: Points at which the density is compared.
     num_points: int = 4
 
+    #: Modes, or starts of chains, at which it is compared again: it may have spikes.
+    num_confirmed: int = 64
+
     #: Draws from which the keys are chosen by which units are ordered.
     num_draws: int = 256
 

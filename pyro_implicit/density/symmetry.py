@@ -28,7 +28,7 @@ from torch.distributions import StickBreakingTransform, constraints
 
 from pyro_implicit.density.marginal import MarginalModel
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import SYMMETRY
+from pyro_implicit.density.policy import RUNS, SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.group_actions import (
     Kind,
@@ -149,16 +149,17 @@ class Symmetries:
 
         return self._moved(latent, draw, self.groups[::-1])
 
-    def tried(self, point: Tensor) -> Tensor:
+    def tried(self, points: Tensor) -> Tensor:
         """Apply members of a single group that show whether a density has it.
 
-        :param point: ``(latent_dim,)``.
-        :returns: ``(num_members, latent_dim)``.
+        :param points: ``(num_points, latent_dim)``.
+        :returns: ``(num_points, num_members, latent_dim)``.
         """
         (group,) = self.groups
         members = trial_members(group.kind, group.size)
-        latent = point.expand(len(members), -1)
-        return self._moved(latent, lambda *_: members, self.groups)
+        latent = points.unsqueeze(1).expand(-1, len(members), -1)
+        all_members = members.expand(len(points), *members.shape).flatten(0, 1)
+        return self._moved(latent, lambda *_: all_members, self.groups)
 
     def ordered(self, latent: Tensor) -> Tensor:
         """Return the member of each vector's orbit in which the units are in order.
@@ -256,16 +257,13 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
         torch.manual_seed(0)
         try:
             number = SYMMETRY.num_points
-            fast = [
-                n
-                for n in range(SYMMETRY.most_blocks + 1)
-                if target.seconds(2**n) < SYMMETRY.max_seconds
-            ]
+            counts = range(SYMMETRY.most_blocks + 1)
+            fast = [n for n in counts if target.seconds(2**n) < SYMMETRY.max_seconds]
             if not fast:
                 return none
             noise = torch.randn(number, target.latent_dim).to(target.init_loc)
             points = torch.cat([target.sample_prior(number), target.init_loc + noise])
-            trial = _Trial(target, points, max(fast))
+            trial = _Trial(target, points, SYMMETRY.num_points, max(fast))
         except IMPOSSIBLE:
             return none
         groups = tuple(_search(trial, places)) if trial.is_possible else ()
@@ -276,13 +274,13 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
 def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetries:
     """Return the groups that leave the density unchanged at some points, too.
 
-    :param points: of the posterior, ``(num_points, latent_dim)``.
+    :param points: of the posterior, such as its modes, ``(num_points, latent_dim)``.
     """
     if not symmetries:
         return symmetries
     with same_streams(target.init_loc.device):
         try:
-            trial = _Trial(target, points[: SYMMETRY.num_points])
+            trial = _Trial(target, points[: SYMMETRY.num_confirmed], SYMMETRY.num_confirmed)
         except IMPOSSIBLE:
             return symmetries
         groups = tuple(group for group in symmetries.groups if trial.holds([group])[0])
@@ -376,10 +374,11 @@ class _Trial:
     """Compares the density in double precision before and after members of groups.
 
     :param points: of which those of the highest density are taken.
-    :param most_blocks: whose subsets are all tried; of more, the whole.
+    :param number: of these.
+    :param most_blocks: number of blocks whose subsets are all tried; of more, the whole.
     """
 
-    def __init__(self, target: Target, points: Tensor, most_blocks: int = 0) -> None:
+    def __init__(self, target: Target, points: Tensor, number: int, most_blocks: int = 0) -> None:
         self._target, self.most_blocks = target, most_blocks
         #: Sites of the same loop, and other sites alone.
         self.loops = target.groups
@@ -389,7 +388,7 @@ class _Trial:
             self._log_prob = target.in_double().log_prob
         points = points.double()
         before = self._density(points)
-        best = before.nan_to_num(-math.inf).argsort(descending=True)[: SYMMETRY.num_points]
+        best = before.nan_to_num(-math.inf).argsort(descending=True)[:number]
         best = best[before[best].isfinite()]
         self._points, self._before = points[best], before[best]
         #: Whether there are enough points of finite density.
@@ -397,15 +396,19 @@ class _Trial:
 
     def holds(self, groups: list[Symmetry]) -> list[bool]:
         """Return whether each group leaves the density unchanged."""
+        number = RUNS.draws_at_once
+        if len(groups) > number:
+            return self.holds(groups[:number]) + self.holds(groups[number:])
         found = [True] * len(groups)
-        for point, before in zip(self._points, self._before, strict=True):
+        for some in (slice(1), slice(1, None)):  # few groups are left after the first point
             index = [row for row, holds in enumerate(found) if holds]
-            if not index:
+            points, before = self._points[some], self._before[some, None]
+            if not index or len(points) == 0:
                 break
-            moved = torch.stack([self._of(groups[row]).tried(point) for row in index])
-            after = self._density(moved.flatten(0, 1)).unflatten(0, moved.shape[:2])
+            moved = torch.stack([self._of(groups[row]).tried(points) for row in index])
+            after = self._density(moved.flatten(0, -2)).reshape(moved.shape[:-1])
             tolerance = SYMMETRY.absolute + SYMMETRY.relative * before.abs()
-            is_equal = ((after - before).abs() < tolerance).all(-1)
+            is_equal = ((after - before).abs() < tolerance).flatten(1).all(-1)
             for row, holds in zip(index, is_equal.tolist(), strict=True):
                 found[row] = holds
         return found

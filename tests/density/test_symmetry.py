@@ -380,6 +380,22 @@ def test_signs_of_whole_sites():
     assert torch.allclose((a.unsqueeze(-1) * b).mean(0), expected, atol=0.02)
 
 
+def test_a_spike_that_few_points_show_is_no_copy():
+    """The mode at 4 is too narrow to be seen from elsewhere."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("spike", 20.0 * torch.exp(-0.5 * ((x - 4) / 0.01) ** 2))
+
+    target = Target(model)
+    found = find_symmetries(target)
+    assert str(found) == "reflections of 'x' as a whole"
+    points = torch.randn(30, 1, generator=torch.Generator().manual_seed(0))
+    assert confirmed(found, target, points)
+    points[20] = 4.0
+    assert not confirmed(found, target, points)
+
+
 def test_integrated_variables_are_moved_with_the_others():
     """Two rates that differ by about 20, in both orders, and counts that are summed out."""
 

@@ -171,7 +171,7 @@ def test_draws_that_are_wrong_are_not_trusted():
 
 
 def two_modes():
-    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    x = pyro.sample("x", dist.Normal(0.5, 10.0))
     parts = torch.stack([dist.Normal(loc, 0.3).log_prob(x) for loc in (-4.0, 4.0)])
     pyro.factor("modes", parts.logsumexp(0))
 

@@ -315,7 +315,7 @@ def test_memory_is_bounded():
 
 
 def bimodal():
-    x = pyro.sample("x", dist.Normal(0.0, 100.0))
+    x = pyro.sample("x", dist.Normal(1.0, 100.0))
     pyro.factor("modes", torch.logaddexp(-0.5 * (x - 9) ** 2, -0.5 * (x + 9) ** 2))
 
 
