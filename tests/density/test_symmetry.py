@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from pyro_implicit import fit, refine
-from pyro_implicit.density import Target, find_modes
+from pyro_implicit.density import Target, find_modes, symmetry
 from pyro_implicit.density.symmetry import (
     Place,
     Symmetries,
@@ -164,6 +165,12 @@ def test_finds_the_groups_of_a_model(name):
     state = torch.get_rng_state()
     assert str(find_symmetries(target)) == groups
     assert torch.get_rng_state().equal(state)
+
+
+def test_many_trials_are_divided(monkeypatch):
+    monkeypatch.setattr(symmetry, "RUNS", replace(symmetry.RUNS, draws_at_once=2))
+    model, args, groups = MODELS["walk"]
+    assert str(find_symmetries(Target(model, *args))) == groups
 
 
 def ring():
