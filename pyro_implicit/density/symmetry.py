@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -79,9 +80,10 @@ class Symmetry(NamedTuple):
         names = list(dict.fromkeys(f"'{place.site}'" for place in self.places))
         if len(names) > 4:
             names[2:-1] = ["..."]
-        units = f" of the {self.size} units" if self.size > 1 else ""
-        whole = "" if units else " as a whole"
-        return f"{self.kind}{units} of {' and '.join(names)}{whole}"
+        sites = " and ".join(names)
+        if self.size == 1:
+            return f"{self.kind} of {sites} as a whole"
+        return f"{self.kind} of the {self.size} units of {sites}"
 
 
 class Symmetries:
@@ -133,8 +135,10 @@ class Symmetries:
 
     def finite(self) -> Symmetries:
         """Return the groups of finitely many members whose units can be ordered."""
-        groups = tuple(group for group in self._orderable if math.isfinite(group.log_size))
-        return Symmetries(self._shapes, self._transforms, groups)
+        found = copy(self)  # the entries to which keys belong depend on all groups
+        found.groups = tuple(one for one in self._orderable if math.isfinite(one.log_size))
+        found._orderable = found.groups
+        return found
 
     def shuffled(self, latent: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Apply a random member of each group to each vector.
@@ -164,9 +168,9 @@ class Symmetries:
     def ordered(self, latent: Tensor) -> Tensor:
         """Return the member of each vector's orbit in which the units are in order.
 
-        Members of the groups do not change the result. Units are ordered by their entries at sites
-        along which groups act in one dimension alone, whole sites before all others by sites that
-        no other group changes. Groups without such a site do nothing.
+        Members of the groups do not change the result. First, whole sites are ordered by those that
+        no other group changes, then units by their entries at sites along which groups act in one
+        dimension alone. Groups without such a site do nothing.
 
         :param latent: ``(*batch, latent_dim)``.
         """
@@ -243,7 +247,9 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
 
     Exchangeable units lie in one plate, or along dimensions of one length. Their sites may be of
     any support for permutations, also elements of a simplex, and unbounded for reflections and
-    rotations. Models whose runs fail in double precision, or take too long, have none.
+    rotations. A whole site is one unit; sites of a loop are reflected together. Of groups of one
+    kind that act on the same place, one is found. Models whose runs fail in double precision, or
+    take too long, have none.
 
     :param target: the posterior.
     :param max_seconds: there is no trial if it may take longer, judged by one run of the model.

@@ -264,6 +264,18 @@ def test_key_separates_units_that_no_entry_separates():
     assert found.keyed(equal).ordered(equal).equal(equal)
 
 
+def test_keys_belong_to_the_same_entries_without_rotations():
+    """Rotations of ``a`` exclude it from the key of the units along its other dimension."""
+    rotations = Symmetry("rotations", (Place("a", -1),), 2)
+    order = Symmetry("permutations", (Place("a", -2), Place("c", -1)), 3)
+    shapes = {"a": torch.Size([3, 2]), "c": torch.Size([3])}
+    real = dist.transforms.identity_transform
+    found = Symmetries(shapes, dict.fromkeys(shapes, real), (rotations, order))
+    x = torch.randn(20, 9)
+    assert found.finite().groups == (order,)
+    assert found.finite().ordered(x)[:, 6:].equal(x[:, 6:].sort(-1).values)
+
+
 def test_rotations_are_uniform():
     torch.manual_seed(0)
     found = units("rotations", 3)
