@@ -399,12 +399,13 @@ def test_signs_of_whole_sites():
     assert torch.allclose((a.unsqueeze(-1) * b).mean(0), expected, atol=0.02)
 
 
-def test_a_spike_that_few_points_show_is_no_copy():
-    """The mode at 4 is too narrow to be seen from elsewhere."""
+@pytest.mark.parametrize("height", [20.0, -20.0])
+def test_a_spike_that_few_points_show_is_no_copy(height):
+    """The mode or the hole at 4 is too narrow to be seen from elsewhere."""
 
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("spike", 20.0 * torch.exp(-0.5 * ((x - 4) / 0.01) ** 2))
+        pyro.factor("spike", height * torch.exp(-0.5 * ((x - 4) / 0.01) ** 2))
 
     target = Target(model)
     found = find_symmetries(target)
