@@ -395,7 +395,8 @@ class SymmetryPolicy:
     relative: float = 1e-11
     absolute: float = 1e-4
 
-    #: Plates, dimensions of one length, or sites, whose subsets are all tried; of more, the whole.
+    #: Plates, dimensions of one length, or sites, whose subsets are all tried; of more, as many
+    #: subsets of a few, and the whole.
     most_blocks: int = 9
 
     #: Root mean square distance of modes with their units in order, in sds of coordinates, up to

@@ -9,9 +9,9 @@ on G and independent of it, then :math:`g \theta` is a draw of the posterior (Fr
 2001, for the components of mixtures). Chains therefore start in one copy, their convergence is
 judged by functions that no g changes, and each draw is moved by a random g in the end.
 
-A group acts along dimensions of one length at some sites, or changes the signs of whole sites, its
-*places*. It is found by trial: members that generate it are applied to subsets of these places, at
-some points in double precision.
+A group acts along dimensions of one length at some sites, on the sites of a loop, or changes the
+signs of whole sites. These are its *places*. It is found by trial: members that generate it are
+applied to subsets of these places, at some points in double precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from itertools import combinations
+from functools import partial
+from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +49,10 @@ __all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
 
 
 class Place(NamedTuple):
-    """A dimension of a site along which the units lie.
+    """A dimension of a site along which the units lie, negative; or whole sites that are the units,
+    whose ``dim`` is ``None``: those of a loop, or one."""
 
-    ``dim`` is negative, or ``None`` if the whole site is one unit.
-    """
-
-    site: str
+    sites: tuple[str, ...]
     dim: int | None
 
 
@@ -77,7 +76,7 @@ class Symmetry(NamedTuple):
         return self.size * math.log(2) if self.kind == "reflections" else math.lgamma(self.size + 1)
 
     def __str__(self) -> str:
-        names = list(dict.fromkeys(f"'{place.site}'" for place in self.places))
+        names = list(dict.fromkeys(f"'{name}'" for place in self.places for name in place.sites))
         if len(names) > 4:
             names[2:-1] = ["..."]
         sites = " and ".join(names)
@@ -104,7 +103,7 @@ class Symmetries:
 
     :param shapes: shapes of the sites' parts of a vector.
     :param transforms: maps from these parts to values.
-    :param groups: which act on disjoint places if their kinds are equal.
+    :param groups: permutations and rotations act on disjoint places.
     """
 
     def __init__(
@@ -115,10 +114,14 @@ class Symmetries:
     ) -> None:
         self.groups = groups
         self._shapes, self._transforms = shapes, transforms
-        self._places = {place for group in groups for place in group.places}
+        self._all_groups = groups
         #: Simplices, whose elements are not those of their unconstrained parts.
         self._simplices = {
-            name for name, _ in self._places if isinstance(transforms[name], StickBreakingTransform)
+            name
+            for group in groups
+            for place in group.places
+            for name in place.sites
+            if isinstance(transforms[name], StickBreakingTransform)
         }
         self._orderable = tuple(group for group in groups if self._keys_of(group))
 
@@ -200,14 +203,23 @@ class Symmetries:
         return Symmetries(self._shapes, self._transforms, tuple(groups))
 
     def _keys_of(self, group: Symmetry) -> list[Place]:
-        """Return the places whose entries no other group changes, once whole sites are in order."""
-        others = [other for other in self._places if group.size == 1 or other.dim is not None]
-        sites = [other.site for other in others]
-        return [place for place in group.places if sites.count(place.site) == 1]
+        """Return the places whose entries no other group changes, once whole sites are in order.
+
+        Permutations keep the signs of units, and reflections their order.
+        """
+        groups = [other for other in self._all_groups if group.size == 1 or other.size > 1]
+        alike = [place for other in groups if other.kind == group.kind for place in other.places]
+        places = {place for other in groups for place in other.places}
+        sites = [name for place in places for name in place.sites]
+        return [
+            place
+            for place in group.places
+            if alike.count(place) == 1 and all(sites.count(name) == 1 for name in place.sites)
+        ]
 
     def _units(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
         """Return the entries by which units are ordered, ``(num_points, num_entries, size)``."""
-        parts = [entries_of(*_along(values[name], dim)) for name, dim in self._keys_of(group)]
+        parts = [entries_of(*_along(values, place)) for place in self._keys_of(group)]
         return torch.cat(parts, 1).double()
 
     def _order(self, group: Symmetry, values: dict[str, Tensor]) -> Tensor:
@@ -224,14 +236,15 @@ class Symmetries:
         values = self._values(latent.flatten(0, -2))
         for group in groups:
             members = members_of(group, values).to(latent.device)
-            for name, dim in group.places:
-                moved = apply_members(group.kind, members, *_along(values[name], dim))
-                values[name] = moved.reshape(values[name].shape)
-        parts = []
+            for place in group.places:
+                moved = apply_members(group.kind, members, *_along(values, place))
+                parts = (moved,) if place.dim is not None else moved.unbind(-1)
+                values.update(zip(place.sites, parts, strict=True))
+        found = []
         for name, value in values.items():
             part = self._transforms[name].inv(value) if name in self._simplices else value
-            parts.append(part.reshape(len(part), -1).to(latent))
-        return torch.cat(parts, -1).reshape(latent.shape)
+            found.append(part.reshape(len(part), -1).to(latent))
+        return torch.cat(found, -1).reshape(latent.shape)
 
     def _values(self, latent: Tensor) -> dict[str, Tensor]:
         """Return the parts of unconstrained vectors by site, but the values of simplices."""
@@ -245,11 +258,11 @@ class Symmetries:
 def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries:
     """Find groups that leave the posterior unchanged, by trial in double precision.
 
-    Exchangeable units lie in one plate, or along dimensions of one length. Their sites may be of
-    any support for permutations, also elements of a simplex, and unbounded for reflections and
-    rotations. A whole site is one unit; sites of a loop are reflected together. Of groups of one
-    kind that act on the same place, one is found. Models whose runs fail in double precision, or
-    take too long, have none.
+    Exchangeable units lie in one plate, along dimensions of one length, or are the sites of a loop.
+    Their sites may be of any support for permutations, also elements of a simplex, and unbounded
+    for reflections and rotations. A whole site is one unit, too; those of a loop are then reflected
+    together. Of permutations, or rotations, that act on the same place, one group is found. Models
+    whose runs fail in double precision, or take too long, have none.
 
     :param target: the posterior.
     :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
@@ -293,9 +306,11 @@ def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetr
     return Symmetries(target.shapes, target.transforms, groups)
 
 
-def _along(value: Tensor, dim: int | None) -> tuple[Tensor, int]:
-    """Return the values of a site and their dimension of units; one that is one unit has none."""
-    return (value.unsqueeze(-1), -1) if dim is None else (value, dim)
+def _along(values: dict[str, Tensor], place: Place) -> tuple[Tensor, int]:
+    """Return the values at a place and their dimension of units."""
+    if place.dim is None:
+        return torch.stack([values[name] for name in place.sites], -1), -1
+    return values[place.sites[0]], place.dim
 
 
 class _Candidate(NamedTuple):
@@ -317,13 +332,18 @@ def _places(target: Target) -> Iterator[_Candidate]:
         plates = {frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
         num_events = len(shape) - len(site["fn"].batch_shape)
         if is_real:
-            yield _Candidate(Place(name, None), 1, "", is_real)
+            yield _Candidate(Place((name,), None), 1, "", is_real)
         for dim in range(-len(shape), 0):
             is_event = dim >= -num_events
             if shape[dim] < 2 or (is_event and not is_simplex and support.event_dim):
                 continue
             plate = "" if is_event else plates.get(dim + num_events, "")
-            yield _Candidate(Place(name, dim), shape[dim], plate, is_real)
+            yield _Candidate(Place((name,), dim), shape[dim], plate, is_real)
+    for names in target.groups:
+        if len(names) > 1:
+            support = innermost_support(trace.nodes[names[0]]["fn"].support)
+            is_real = isinstance(support, type(constraints.real))
+            yield _Candidate(Place(tuple(names), None), len(names), "", is_real)
 
 
 def _search(trial: _Trial, places: list[_Candidate]) -> list[Symmetry]:
@@ -339,41 +359,77 @@ def _search(trial: _Trial, places: list[_Candidate]) -> list[Symmetry]:
                 if length == size and (is_real or kind == "permutations"):
                     block = plate if plate and kind == "permutations" else place
                     blocks.setdefault(block, []).append(place)
-            for group in _minimal(trial, kind, list(blocks.values()), size):
+            find = _reflections if kind == "reflections" else partial(_disjoint, kind)
+            for group in find(trial, list(blocks.values()), size):
                 if kind == "rotations":
                     rotated |= set(group.places)
                 if kind == "rotations" or not rotated.issuperset(group.places):
                     found.append(group)
-    real = {one.place.site for one in places if one.size == 1}
-    sites = [[Place(name, None) for name in loop] for loop in trial.loops if real >= {*loop}]
-    known: list[set[str]] = [set()]  # sites that products of the groups reflect
-    for group in found:
-        if group.kind != "permutations":
-            known += [others ^ _reflected(group) for others in known]
-    whole = _minimal(trial, "reflections", sites, 1)
-    return [*(group for group in whole if _reflected(group) not in known), *found]
+    real = {one.place.sites[0] for one in places if one.size == 1}
+    loops = [[Place((name,), None) for name in loop] for loop in trial.loops if real >= {*loop}]
+    units = [_reflected(group) for group in found if group.kind != "permutations"]
+    return [*_reflections(trial, loops, 1, units), *found]
 
 
-def _reflected(group: Symmetry) -> set[str]:
-    """Return the sites that change their signs if all units do."""
-    sites: set[str] = set()
+def _reflected(group: Symmetry) -> set[Place]:
+    """Return the whole sites that change their signs if all units do."""
+    sites: set[Place] = set()
     for place in group.places:
-        sites ^= {place.site}
+        sites ^= {Place((name,), None) for name in place.sites}
     return sites
 
 
-def _minimal(trial: _Trial, kind: Kind, blocks: list[list[Place]], size: int) -> Iterator[Symmetry]:
+def _reflections(
+    trial: _Trial, blocks: list[list[Place]], size: int, known: Iterable[set[Place]] = ()
+) -> list[Symmetry]:
+    """Return reflections of which all others are products, also with those that are known.
+
+    Each of them has a place that no other has (elimination modulo 2).
+    """
+    others = set().union(*known)
+    rows = [(one, False) for one in known]
+    rows += [({*group.places}, True) for group in _holding("reflections", trial, blocks, size)]
+    basis: dict[Place, tuple[set[Place], bool]] = {}
+    for row, is_new in rows:
+        for pivot, (other, _) in basis.items():
+            row = row ^ other if pivot in row else row
+        if not row:
+            continue
+        place = min(row, key=lambda one: (one in others, one.sites, one.dim or 0))
+        for pivot, (other, is_other_new) in basis.items():
+            if place in other:
+                basis[pivot] = other ^ row, is_other_new
+        basis[place] = row, is_new
+    order = [place for block in blocks for place in block]
+    return [
+        Symmetry("reflections", tuple(place for place in order if place in row), size)
+        for row, is_new in basis.values()
+        if is_new
+    ]
+
+
+def _disjoint(
+    kind: Kind, trial: _Trial, blocks: list[list[Place]], size: int
+) -> Iterator[Symmetry]:
     """Return the groups that act on disjoint sets of blocks, of as few blocks as possible."""
-    numbers = range(1, len(blocks) + 1)
-    if len(blocks) > trial.most_blocks:
-        numbers = range(len(blocks), len(blocks) + 1)
-    subsets = [subset for number in numbers for subset in combinations(blocks, number)]
-    groups = [Symmetry(kind, tuple(sum(subset, [])), size) for subset in subsets]
     taken: set[Place] = set()
-    for group, holds in zip(groups, trial.holds(groups), strict=True):
-        if holds and taken.isdisjoint(group.places):
+    for group in _holding(kind, trial, blocks, size):
+        if taken.isdisjoint(group.places):
             taken |= set(group.places)
             yield group
+
+
+def _holding(kind: Kind, trial: _Trial, blocks: list[list[Place]], size: int) -> list[Symmetry]:
+    """Return the groups on subsets of blocks that leave the density unchanged, small ones first.
+
+    Of many blocks, subsets of a few and the whole are tried.
+    """
+    counts = accumulate(math.comb(len(blocks), number) for number in range(1, len(blocks) + 1))
+    numbers = [n for n, count in enumerate(counts, 1) if count < 2**trial.most_blocks]
+    numbers = sorted({*numbers, len(blocks)} - {0})
+    subsets = [subset for number in numbers for subset in combinations(blocks, number)]
+    groups = [Symmetry(kind, tuple(sum(subset, [])), size) for subset in subsets]
+    return [group for group, holds in zip(groups, trial.holds(groups), strict=True) if holds]
 
 
 class _Trial:

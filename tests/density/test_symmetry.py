@@ -24,7 +24,7 @@ from pyro_implicit.fitting import log_evidence
 from pyro_implicit.mcmc.stopping import Tracker
 
 Y = torch.tensor([[-40.0, -39.0], [-21.0, -20.0], [0.0, 1.0], [19.0, 21.5], [40.0, 41.0]])
-X = torch.linspace(-1, 1, 7).unsqueeze(-1)
+X = torch.linspace(-1, 1.5, 7).unsqueeze(-1)
 
 
 def mixture(y, concentration=(1.0, 1.0, 1.0), sds=(1.0, 1.0, 1.0)):
@@ -110,6 +110,55 @@ def odd_recurrent():
     pyro.sample("y", dist.Normal((state * out).sum(-1), 0.1), obs=torch.tensor(1.0))
 
 
+def loop_mixture(y, sds=(1.0, 1.0, 1.0)):
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    locs, scales = [], []
+    for k, sd in enumerate(sds):
+        locs.append(pyro.sample(f"loc_{k}", dist.Normal(0.0, sd)))
+        scales.append(pyro.sample(f"scale_{k}", dist.LogNormal(0.0, 1.0)))
+    parts = dist.Normal(torch.stack(locs, -1).unsqueeze(-2), torch.stack(scales, -1).unsqueeze(-2))
+    whole = dist.MixtureSameFamily(dist.Categorical(weights.unsqueeze(-2)), parts)
+    pyro.sample("y", whole.to_event(1), obs=y)
+
+
+def loop_factors(y):
+    mean = 0.0
+    for k in range(2):
+        a = pyro.sample(f"a_{k}", dist.Normal(torch.zeros(len(y)), 1.0).to_event(1))
+        b = pyro.sample(f"b_{k}", dist.Laplace(torch.zeros(3), 1.0).to_event(1))
+        mean = mean + a.unsqueeze(-1) * b.unsqueeze(-2)
+    pyro.sample("y", dist.Normal(mean, 0.5).to_event(2), obs=y.outer(torch.tensor([1.0, 2.0, 0.5])))
+
+
+def loop_chain(y):
+    """Hidden Markov models with a row of transitions for each step of a loop."""
+    rows = [pyro.sample(f"row_{k}", dist.Dirichlet(torch.ones(2))) for k in range(2)]
+    loc = [pyro.sample(f"loc_{k}", dist.Normal(0.0, 1.0)) for k in range(2)]
+    trans, loc = torch.stack(rows, -2), torch.stack(loc, -1)
+    log_prob = dist.Normal(loc.unsqueeze(-1), 1.0).log_prob(y.to(loc))  # (*batch, 2, times)
+    alpha = log_prob[..., 0]
+    for time in range(1, len(y)):
+        alpha = (alpha.unsqueeze(-1) + trans.log()).logsumexp(-2) + log_prob[..., time]
+    pyro.factor("y", alpha.logsumexp(-1))
+
+
+def triple(y, size=()):
+    """Any two of three factors may change their signs."""
+    a, b, c = (
+        pyro.sample(name, dist.Normal(torch.zeros(size), 1.0).to_event(len(size))) for name in "abc"
+    )
+    mean = a * b * c
+    pyro.sample("y", dist.Laplace(mean.sum(-1) if size else mean, 0.3), obs=y)
+
+
+def many(y):
+    """Twelve sites, of which two may change their signs."""
+    a, b = (pyro.sample(name, dist.Normal(0.0, 1.0)) for name in "ab")
+    pyro.sample("y", dist.Laplace(a * b, 0.3), obs=y)
+    for name in "cdefghijkl":
+        pyro.sample(name, dist.Normal(1.0, 1.0))
+
+
 FEW = torch.tensor([0.0, 1.0, -2.0, 0.5])
 UNITS = "permutations of the 3 units of 'weights' and 'loc' and 'scale'"
 MODELS = {
@@ -148,6 +197,35 @@ MODELS = {
         "reflections of the 2 units of 'first' and 'w' and 'out'; "
         "permutations of the 2 units of 'first' and 'w' and 'out'",
     ),
+    "loop mixture": (
+        loop_mixture,
+        (FEW,),
+        "permutations of the 3 units of 'weights' and 'loc_0' and ... and 'scale_2'",
+    ),
+    "unequal loop": (loop_mixture, (FEW, (1.0, 1.0, 1.01)), ""),
+    "loop factors": (
+        loop_factors,
+        (FEW,),
+        "reflections of the 2 units of 'a_0' and 'a_1' and 'b_0' and 'b_1'; "
+        "permutations of the 2 units of 'a_0' and 'a_1' and 'b_0' and 'b_1'",
+    ),
+    "loop chain": (
+        loop_chain,
+        (FEW,),
+        "permutations of the 2 units of 'row_0' and 'row_1' and 'loc_0' and 'loc_1'",
+    ),
+    "triple": (
+        triple,
+        (torch.tensor(1.0),),
+        "reflections of 'a' and 'c' as a whole; reflections of 'b' and 'c' as a whole",
+    ),
+    "triples": (
+        triple,
+        (torch.tensor(1.0), (2,)),
+        "reflections of the 2 units of 'a' and 'c'; reflections of the 2 units of 'b' and 'c'; "
+        "permutations of the 2 units of 'a' and 'b' and 'c'",
+    ),
+    "many": (many, (torch.tensor(1.0),), "reflections of 'a' and 'b' as a whole"),
     "product": (product, (FEW,), "reflections of 'a' and 'b' as a whole"),
     "walk": (
         walk,
@@ -191,7 +269,7 @@ def test_a_part_of_a_group_is_not_the_group():
             torch.manual_seed(seed)
             whole = "" if model is ring else "reflections of 'x' as a whole"
             assert str(find_symmetries(Target(model, *args))) == whole
-    swap = Symmetry("permutations", (Place("x", -1),), 2)
+    swap = Symmetry("permutations", (Place(("x",), -1),), 2)
     target = Target(pair, 2)
     for seed in range(8):
         torch.manual_seed(seed)
@@ -224,7 +302,7 @@ def test_maps_leave_the_density_unchanged(name):
 def units(kind, size):
     shapes = {"x": torch.Size([size])}
     real = dist.transforms.identity_transform
-    return Symmetries(shapes, {"x": real}, (Symmetry(kind, (Place("x", -1),), size),))
+    return Symmetries(shapes, {"x": real}, (Symmetry(kind, (Place(("x",), -1),), size),))
 
 
 def test_drift_is_that_of_ordered_units():
@@ -254,7 +332,7 @@ def test_key_separates_units_that_no_entry_separates():
     """Latent classes at three corners of a cube, of which each coordinate has two values."""
     torch.manual_seed(0)
     shapes = {"x": torch.Size([3, 3])}
-    group = Symmetry("permutations", (Place("x", -1),), 3)
+    group = Symmetry("permutations", (Place(("x",), -1),), 3)
     found = Symmetries(shapes, {"x": dist.transforms.identity_transform}, (group,))
     corners = 5 * torch.eye(3)
     x = found.shuffled(corners.flatten() + torch.randn(500, 9))
@@ -266,8 +344,8 @@ def test_key_separates_units_that_no_entry_separates():
 
 def test_keys_belong_to_the_same_entries_without_rotations():
     """Rotations of ``a`` exclude it from the key of the units along its other dimension."""
-    rotations = Symmetry("rotations", (Place("a", -1),), 2)
-    order = Symmetry("permutations", (Place("a", -2), Place("c", -1)), 3)
+    rotations = Symmetry("rotations", (Place(("a",), -1),), 2)
+    order = Symmetry("permutations", (Place(("a",), -2), Place(("c",), -1)), 3)
     shapes = {"a": torch.Size([3, 2]), "c": torch.Size([3])}
     real = dist.transforms.identity_transform
     found = Symmetries(shapes, dict.fromkeys(shapes, real), (rotations, order))
@@ -292,7 +370,7 @@ def test_key_has_the_entries_by_which_units_differ():
     torch.manual_seed(0)
     shapes = {"far": torch.Size([3, 2]), "alike": torch.Size([2])}
     real = dist.transforms.identity_transform
-    group = Symmetry("permutations", (Place("alike", -1), Place("far", -1)), 2)
+    group = Symmetry("permutations", (Place(("alike",), -1), Place(("far",), -1)), 2)
     found = Symmetries(shapes, dict.fromkeys(shapes, real), (group,))
     far = torch.tensor([0.0, 0.0, -5.0, 5.0, 0.0, 0.0, 0.0, 0.0])
     x = found.shuffled(far + torch.randn(500, 8))
@@ -397,6 +475,51 @@ def test_signs_of_whole_sites():
     assert a.square().mean().item() == pytest.approx((of_a * grid.square()).sum().item(), rel=0.04)
     expected = (of_a * (of_b * means).sum(-1)).sum(-1)
     assert torch.allclose((a.unsqueeze(-1) * b).mean(0), expected, atol=0.02)
+
+
+def test_signs_of_any_two_of_three_factors():
+    """Moments by quadrature; four copies of the mode are far apart."""
+    y = torch.tensor(8.0)
+    result = fit(triple, "auto", y, seed=0, progress=False)
+    assert result.num_modes == 1 and "'b' and 'c' as a whole" in str(result)
+    grid = torch.linspace(0, 7, 701, dtype=torch.float64)
+    log_prior = dist.Normal(0.0, 1.0).log_prob(grid)
+    ab = grid.outer(grid)
+    log_joint = dist.Laplace(ab.unsqueeze(-1) * grid, 0.3).log_prob(y) + log_prior
+    weight = (log_joint + (log_prior.unsqueeze(-1) + log_prior).unsqueeze(-1)).exp()
+    weight[0], weight[:, 0], weight[..., 0] = weight[0] / 2, weight[:, 0] / 2, weight[..., 0] / 2
+    expected = (weight.sum((1, 2)) * grid.square()).sum() / weight.sum()
+    draws = result.sample(20_000)
+    signs = torch.stack([draws[name] > 0 for name in "abc"]).long()
+    patterns, counts = (4 * signs[0] + 2 * signs[1] + signs[2]).unique(return_counts=True)
+    assert patterns.tolist() == [1, 2, 4, 7]  # the product is positive
+    assert ((counts / 20_000 - 0.25).abs() < 0.015).all()
+    for name in "abc":
+        assert draws[name].square().mean().item() == pytest.approx(expected.item(), rel=0.04)
+    log_mass = (4 * weight.sum() * 0.01**3).log().item()
+    assert log_evidence(result).value == pytest.approx(log_mass, abs=0.03)
+
+
+def test_all_orders_of_a_loop_have_draws():
+    """Conjugate normals in a loop: moments of all orders, and the evidence."""
+
+    def model(y):
+        locs = [pyro.sample(f"loc_{k}", dist.Normal(0.0, 30.0)) for k in range(5)]
+        parts = dist.Normal(torch.stack(locs, -1).unsqueeze(-2), 1.0)
+        weights = dist.Categorical(torch.ones(5))
+        pyro.sample("y", dist.MixtureSameFamily(weights, parts).to_event(1), obs=y.flatten())
+
+    result = fit(model, "auto", Y, seed=0, progress=False)
+    variance = 1 / (2 + 1 / 900)
+    means = Y.sum(-1) * variance
+    draws = result.sample(10_000)
+    locs = torch.stack([draws[f"loc_{k}"] for k in range(5)], -1)
+    sd = means.std(correction=0)
+    assert ((locs.mean(0) - means.mean()).abs() < 4 * sd / 100).all()
+    assert torch.allclose(locs.sort(-1).values.mean(0), means, atol=0.04)
+    of_pair = dist.MultivariateNormal(torch.zeros(2), torch.eye(2) + 900)
+    expected = of_pair.log_prob(Y).sum().item() + 10 * math.log(0.2) + math.lgamma(6)
+    assert log_evidence(result).value == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("height", [20.0, -20.0])
