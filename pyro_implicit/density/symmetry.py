@@ -255,7 +255,9 @@ class Symmetries:
 
 
 @torch.no_grad()
-def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries:
+def find_symmetries(
+    target: Target, max_seconds: float = math.inf, points: Tensor | None = None
+) -> Symmetries:
     """Find groups that leave the posterior unchanged, by trial in double precision.
 
     Exchangeable units lie in one plate, along dimensions of one length, or are the sites of a loop.
@@ -266,6 +268,7 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
 
     :param target: the posterior.
     :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
+    :param points: at which groups are tried, too, ``(num_points, latent_dim)``.
     """
     none, began = Symmetries(target.shapes, target.transforms), time.perf_counter()
     places = list(_places(target))
@@ -281,8 +284,11 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
             if not fast:
                 return none
             noise = torch.randn(number, target.latent_dim).to(target.init_loc)
-            points = torch.cat([target.sample_prior(number), target.init_loc + noise])
-            trial = _Trial(target, points, SYMMETRY.num_points, max(fast))
+            anywhere = torch.cat([target.sample_prior(number), target.init_loc + noise])
+            if points is not None:
+                number = SYMMETRY.num_confirmed
+                anywhere = torch.cat([anywhere, points[:number]])
+            trial = _Trial(target, anywhere, number, max(fast))
         except IMPOSSIBLE:
             return none
         groups = tuple(_search(trial, places)) if trial.is_possible else ()
@@ -293,6 +299,8 @@ def find_symmetries(target: Target, max_seconds: float = math.inf) -> Symmetries
 def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetries:
     """Return the groups that leave the density unchanged at some points, too.
 
+    If one does not, all are searched again: a rotation that fails hides permutations that hold.
+
     :param points: of the posterior, such as its modes, ``(num_points, latent_dim)``.
     """
     if not symmetries:
@@ -302,8 +310,9 @@ def confirmed(symmetries: Symmetries, target: Target, points: Tensor) -> Symmetr
             trial = _Trial(target, points[: SYMMETRY.num_confirmed], SYMMETRY.num_confirmed)
         except IMPOSSIBLE:
             return symmetries
-        groups = tuple(group for group in symmetries.groups if trial.holds([group])[0])
-    return Symmetries(target.shapes, target.transforms, groups)
+        if all(trial.holds([group])[0] for group in symmetries.groups):
+            return symmetries
+    return find_symmetries(target, points=points)
 
 
 def _along(values: dict[str, Tensor], place: Place) -> tuple[Tensor, int]:

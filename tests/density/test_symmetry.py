@@ -159,6 +159,21 @@ def many(y):
         pyro.sample(name, dist.Normal(1.0, 1.0))
 
 
+def scaled_triple(y):
+    """The signs of a and b change by units, those of c and d with one of them as a whole."""
+    a = pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    c, d = (pyro.sample(name, dist.Normal(0.0, 1.0)) for name in "cd")
+    mean = a * b * (c * d).unsqueeze(-1)
+    pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=y)
+
+
+def many_in_a_row():
+    x = 0.0
+    for name in "abcdefghijkl":
+        x = pyro.sample(name, dist.Normal(x, 1.0))
+
+
 FEW = torch.tensor([0.0, 1.0, -2.0, 0.5])
 UNITS = "permutations of the 3 units of 'weights' and 'loc' and 'scale'"
 MODELS = {
@@ -226,6 +241,17 @@ MODELS = {
         "permutations of the 2 units of 'a' and 'b' and 'c'",
     ),
     "many": (many, (torch.tensor(1.0),), "reflections of 'a' and 'b' as a whole"),
+    "many in a row": (
+        many_in_a_row,
+        (),
+        "reflections of 'a' and 'b' and ... and 'l' as a whole",
+    ),
+    "scaled triple": (
+        scaled_triple,
+        (torch.tensor([1.0, 2.0]),),
+        "reflections of 'b' and 'c' as a whole; reflections of 'b' and 'd' as a whole; "
+        "reflections of the 2 units of 'a' and 'b'",
+    ),
     "product": (product, (FEW,), "reflections of 'a' and 'b' as a whole"),
     "walk": (
         walk,
@@ -274,7 +300,8 @@ def test_a_part_of_a_group_is_not_the_group():
     for seed in range(8):
         torch.manual_seed(seed)
         point = target.sample_prior(1)
-        assert not confirmed(Symmetries(target.shapes, target.transforms, (swap,)), target, point)
+        kept = confirmed(Symmetries(target.shapes, target.transforms, (swap,)), target, point)
+        assert swap not in kept.groups
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, groups) in MODELS.items() if groups])
@@ -402,6 +429,22 @@ def tied(size=2):
     with pyro.plate("units", size):
         x = pyro.sample("x", dist.Normal(0.0, 6.0))
     pyro.factor("places", dist.Normal(PLACES.unsqueeze(-1), 0.5).log_prob(x).logsumexp(0).sum(-1))
+
+
+def test_groups_that_a_false_one_hides_are_found():
+    """Draws of the prior are below the data, where the density of Laplace depends on a b' alone."""
+
+    def model():
+        a = pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Laplace(a * b, 1.0).to_event(1), obs=torch.tensor([30.0, 40.0]))
+
+    target = Target(model)
+    found = find_symmetries(target)
+    assert str(found) == "rotations of the 2 units of 'a' and 'b'"
+    point = torch.tensor([[6.0, 6.0, 7.0, 6.5]])
+    again = str(confirmed(found, target, point))
+    assert again == "reflections of the 2 units of 'a' and 'b'"
 
 
 def test_search_keeps_one_copy_of_each_mode():
