@@ -642,6 +642,13 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
                 None if is_last else matched_guide(guide, found.target, rest, weights, correction)
             )
         index = weights.resample(num_draws)
+        latent = torch.cat(parts)[index]
+        order = index.argsort()
+        again = order[1:][index[order].diff() == 0]
+        if len(again):  # a point that repeats has other values of the integrated variables
+            parts.clear()
+            draw(rest[index[again]])
+            latent[again] = torch.cat(parts)
         known: dict[str, Any] = {"settled": is_settled, "modes_weighed": True}
         if not is_settled:
             known["doubts"] = (f"importance weights of the remaining variables: {weights}",)
@@ -654,7 +661,7 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
         step = max(1, math.ceil(stored.num_draws / num_draws))
         index = index[:, ::step].flatten()
         draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
-        index = torch.arange(len(index))
+        latent = torch.cat(parts)
         known = {
             "settled": stored.settled,
             "modes_weighed": stored.modes_weighed,
@@ -664,4 +671,4 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
             "num_chains": chains,
         }
     fault = max(one.amax().item() for one in faults if len(one))
-    return StoredDraws(target.constrain(torch.cat(parts)[index]), **known), fault
+    return StoredDraws(target.constrain(latent), **known), fault

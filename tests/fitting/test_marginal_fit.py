@@ -132,6 +132,8 @@ def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> No
     drawn = draws.samples["scale"].double()
     assert abs(drawn.mean() - expected) < 5 * spread / 4096**0.5
     assert abs(drawn.std() / spread - 1) < 5 / 8192**0.5
+    # A scale that repeats has other steps.
+    assert len(drawn.unique()) < 4000 and len(draws.samples["steps"][:, 0].unique()) > 4090
 
 
 def test_chains_of_the_remaining_variables_go_on() -> None:
