@@ -177,9 +177,16 @@ class Cloud:
 
         :param ratio: log-ratios of the density at power 1 to the density at power 0, ``(n,)``; a
             particle without a finite ratio loses its weight.
+        :raises ValueError: if no particle has a weight any more.
         """
         lost = ~ratio.isfinite()
         self.log_weights = self.log_weights.masked_fill(lost, -math.inf)
+        if self.log_weights.isneginf().all():
+            raise ValueError(
+                "annealing lost all particles: the log-density and its gradient are finite at none "
+                "of them. A log-density that rises without limit attracts them, such as that of "
+                "-log(1 - cdf) by rounding. Cure: a model that is exact there"
+            )
         ratio = ratio.masked_fill(lost, 0.0)
         after = next_power(ratio, self.log_weights.log_softmax(0), power, share)
         self.log_weights = self.log_weights + (after - power) * ratio

@@ -310,3 +310,13 @@ def test_particles_without_weight_have_no_part_in_the_drift():
     here.log_density[0] = 0.0
     assert found == Cloud(here, weights, number, stratum).drift(track, 64, StoppingPolicy())
     assert math.isfinite(found.mean)
+
+
+def test_lost_particles_end_annealing() -> None:
+    points = torch.zeros(4, 1)
+    here = Evaluated(points, torch.zeros(4), points)
+    cloud = Cloud(here, torch.zeros(4).double(), torch.arange(4), torch.zeros(4))
+    ratio = torch.tensor([math.nan, math.inf, 1.0, 2.0]).double()
+    assert cloud.reweighted(ratio, 0.0, 0.5) > 0 and cloud.shares[:2].equal(torch.zeros(2).double())
+    with pytest.raises(ValueError, match="lost all particles.*Cure: a model that is exact there"):
+        cloud.reweighted(torch.full((4,), math.nan).double(), 0.5, 0.5)
