@@ -446,7 +446,8 @@ class _Trial:
 
     :param points: of which those of the highest density are taken.
     :param number: of these.
-    :param most_blocks: number of blocks whose subsets are all tried; of more, the whole.
+    :param most_blocks: number of blocks whose subsets are all tried; of more, small ones and the
+        whole.
     """
 
     def __init__(self, target: Target, points: Tensor, number: int, most_blocks: int = 0) -> None:
