@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from itertools import accumulate, combinations
@@ -49,8 +49,10 @@ __all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
 
 
 class Place(NamedTuple):
-    """A dimension of a site along which the units lie, negative; or whole sites that are the units,
-    whose ``dim`` is ``None``: those of a loop, or one."""
+    """Where units lie: along a dimension of one site, or as whole sites, such as those of a loop.
+
+    ``dim`` counts from the right and is negative; it is ``None`` for whole sites.
+    """
 
     sites: tuple[str, ...]
     dim: int | None
@@ -171,8 +173,8 @@ class Symmetries:
     def ordered(self, latent: Tensor) -> Tensor:
         """Return the member of each vector's orbit in which the units are in order.
 
-        Members of the groups do not change the result. First, whole sites are ordered by those that
-        no other group changes, then units by their entries at sites along which groups act in one
+        Members of the groups do not change the result. Whole sites are ordered first, by sites that
+        no other group changes; then units, by their entries at sites along which groups act in one
         dimension alone. Groups without such a site do nothing.
 
         :param latent: ``(*batch, latent_dim)``.
@@ -389,31 +391,32 @@ def _reflected(group: Symmetry) -> set[Place]:
 
 
 def _reflections(
-    trial: _Trial, blocks: list[list[Place]], size: int, known: Iterable[set[Place]] = ()
+    trial: _Trial, blocks: list[list[Place]], size: int, known: Sequence[set[Place]] = ()
 ) -> list[Symmetry]:
-    """Return reflections of which all others are products, also with those that are known.
+    """Return reflections that generate, with the known ones, all that hold.
 
     Each of them has a place that no other has (elimination modulo 2).
     """
     others = set().union(*known)
-    rows = [(one, False) for one in known]
-    rows += [({*group.places}, True) for group in _holding("reflections", trial, blocks, size)]
-    basis: dict[Place, tuple[set[Place], bool]] = {}
-    for row, is_new in rows:
-        for pivot, (other, _) in basis.items():
-            row = row ^ other if pivot in row else row
-        if not row:
-            continue
-        place = min(row, key=lambda one: (one in others, one.sites, one.dim or 0))
-        for pivot, (other, is_other_new) in basis.items():
-            if place in other:
-                basis[pivot] = other ^ row, is_other_new
-        basis[place] = row, is_new
+    held = [{*group.places} for group in _holding("reflections", trial, blocks, size)]
+    basis: dict[Place, set[Place]] = {}
+    num_known = 0
+    for rows in (known, held):
+        num_known = len(basis)
+        for row in rows:
+            for pivot, other in basis.items():
+                row = row ^ other if pivot in row else row
+            if not row:
+                continue
+            place = min(row, key=lambda one: (one in others, one.sites, one.dim or 0))
+            for other in basis.values():
+                if place in other:
+                    other.symmetric_difference_update(row)
+            basis[place] = {*row}
     order = [place for block in blocks for place in block]
     return [
         Symmetry("reflections", tuple(place for place in order if place in row), size)
-        for row, is_new in basis.values()
-        if is_new
+        for row in list(basis.values())[num_known:]
     ]
 
 
