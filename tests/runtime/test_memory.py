@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-PROGRAM = """
+CALLS = 400
+PROGRAM = f"""
 import resource
 import torch
 from pyro_implicit.compiled import RecordedFunction
@@ -21,7 +22,7 @@ program = RecordedFunction(lambda: [(x * k + x).exp() for k in range(40)], [x])
 for _ in range(100):
     program([x])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(400):
+for _ in range({CALLS}):
     program([x])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -45,6 +46,8 @@ def test_a_recording_keeps_its_memory():
         )
         return int(done.stdout)
 
-    assert faults() < 40
+    # The heap may still grow by some tensors, of 13 pages each, where its free blocks do not fit:
+    # at most one page in each call. Memory that is returned costs at least a tensor in each call.
+    assert faults() < CALLS
     # A user's setting stays. This one is glibc's default, which returns all memory.
-    assert faults(MALLOC_TRIM_THRESHOLD_="131072") > 2_000
+    assert faults(MALLOC_TRIM_THRESHOLD_="131072") > 13 * CALLS
