@@ -26,6 +26,13 @@ __all__ = [
 #: Latent variables up to which dense matrices over all of them (covariances, Hessians) are used.
 MAX_DENSE_DIM = 100
 
+#: Standard deviation (rad) of an angle and its turns around the middle of its turn. At 1, the next
+#: turn has 3e-9 of the mass of an angle in the middle, and at the ends half of it, within .3 rad.
+TURN_WIDTH = 1.0
+
+#: The digits of an angle (rad) below this one are taken to be random; float32 has three of them.
+LAST_DIGITS = 1e-4
+
 
 @dataclass(frozen=True)
 class RunPolicy:

@@ -57,6 +57,7 @@ from pyro_implicit.fitting.refinement import (
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
 from pyro_implicit.fitting.training import HeldOut, default_loss
+from pyro_implicit.fitting.turns import middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO
@@ -343,6 +344,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         if target.unplated and not target.sampled:
             stages.declare_events(target.unplated)
             target = make_target()
+        if target.turns:
+            iterations = make_plan(target, stages.policy.budget, stages.limit).search_iterations
+            seconds = stages.limit.left(stages.policy.budget.search_share)
+            stages.declare_turns(middle_of_turns(target, iterations, seconds))
+            target = make_target()
     except SubsampledError as error:
         if isinstance(stages.model, NetworkModel):
             raise ValueError(
@@ -478,6 +484,9 @@ def _fit_batches(
     target = make_target()
     if target.unplated and isinstance(guide, str):
         stages.declare_events(target.unplated)
+        target = make_target()
+    if target.turns and isinstance(guide, str):
+        stages.declare_turns({**target.turns})
         target = make_target()
     check_scaling(target, stages.batches, num_processes())
     if amortize is not None:

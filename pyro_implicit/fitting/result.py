@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
+from pyro_implicit.density.angles import on_one_turn
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
@@ -97,6 +98,8 @@ class Fit(Printed):
     :param source: the model, its arguments and its keyword arguments.
     :param unplated: by site, the number of the model's batch dimensions outside of plates, which
         are dimensions of an event for the guide.
+    :param turns: by site, the middle of the turn of the circle in which its angles lie; None for
+        angles at whose ends the density ends.
     :param marginal: the fit of the latent variables that remain after the others were integrated
         out, if any were; its chains and importance weights are those of this result.
     :param draws: draws of all latent variables, if some were integrated out.
@@ -124,6 +127,7 @@ class Fit(Printed):
     minibatches: bool = False
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
     unplated: dict[str, int] = field(default_factory=dict, repr=False)
+    turns: dict[str, Tensor | None] = field(default_factory=dict, repr=False)
     marginal: Fit | None = field(default=None, repr=False)
     draws: StoredDraws | None = field(default=None, repr=False)
     symmetries: Symmetries | None = field(default=None, repr=False)
@@ -140,6 +144,7 @@ class Fit(Printed):
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with seeded(0, device):  # a loaded result, too, repeats its draws
+            model = on_one_turn(model, self.turns) if self.turns else model
             return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,6 +160,7 @@ class Fit(Printed):
         model = self.source[0]
         if isinstance(self.guide, (AutoConditional, AutoHierarchical)) and model is not None:
             model = unplated_as_events(model, self.unplated) if self.unplated else model
+            model = on_one_turn(model, self.turns) if self.turns else model
             self.guide.attach(model)
 
     @in_turn

@@ -165,7 +165,6 @@ def find_frame(
                 init_loc_fn=init_loc_fn,
                 model_kwargs=kwargs,
             )
-            nodes = target.trace_at(target.init_loc).nodes
             frame = _gaussian(target, has_start=init_loc_fn is not init_to_median)
     except Exception as error:  # any error of the model
         warn_user(
@@ -173,9 +172,8 @@ def find_frame(
             f"({first_line(error)}). Cure: frame=None, a Frame, or a fitted Gaussian guide",
         )
         return None
-    for name, site in nodes.items():
-        if name in target.shapes:
-            warn_of_angle(name, site)
+    for name in target.turns:
+        warn_of_angle(name)
     return frame
 
 

@@ -472,29 +472,6 @@ def test_latent_with_a_point_mass_is_named():
     Target(poutine.condition(model, {"a": torch.ones(2)}))
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda angle: angle,
-        lambda angle: angle.expand([2]).to_event(1),
-        lambda angle: angle.mask(torch.tensor(True)),
-        lambda angle: dist.SineSkewed(angle.expand([2]).to_event(1), torch.full((2,), 0.1)),
-        lambda angle: dist.SineBivariateVonMises(
-            0.0, 0.0, angle.concentration, torch.ones(()), 0.1
-        ),
-    ],
-)
-def test_angles_on_the_whole_real_line(fn):
-    def model(obs=None):
-        pyro.sample("a", dist.Normal(0.0, 1.0))
-        pyro.sample("x", fn(dist.VonMises(torch.tensor(0.0), torch.tensor(2.0))), obs=obs)
-
-    with pytest.warns(UserWarning, match="latent 'x' is an angle.*Cure: .*Uniform.*'x_prior'"):
-        Target(model)
-    observed = torch.full(fn(dist.VonMises(0.0, torch.tensor(2.0))).event_shape, 0.1)
-    assert Target(model, observed).log_prob(torch.zeros(1, 1)).isfinite()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_second_derivatives_that_torch_loses_are_found(dtype):
     """Of ``dose ** h`` at a dose of 0, that by h is NaN."""

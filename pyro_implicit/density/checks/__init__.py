@@ -20,7 +20,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, SineBivariateVonMises, VonMises
+from pyro.distributions import Delta
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -59,8 +59,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
         sequential plate that subsamples, one with a ``Delta`` prior, or one without unconstrained
         coordinates.
-    :warns UserWarning: for a latent variable with masked elements, and
-        an angle on the whole real line.
+    :warns UserWarning: for a latent variable with masked elements.
     """
     latents = {name: site for name, site in trace.nodes.items() if is_latent(site)}
     if not latents:
@@ -95,7 +94,6 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
         )
     for name, site in continuous.items():
         _warn_of_masked(name, site)
-        warn_of_angle(name, site)
     refuse_unfit_data(trace)
 
 
@@ -144,18 +142,16 @@ def _refuse_boundless(name: str, site: Site) -> None:
         ) from None
 
 
-def warn_of_angle(name: str, site: Site) -> None:
-    """Warn of a latent variable whose density is periodic on the real line."""
-    fn = innermost(site["fn"])
-    if isinstance(fn, (SineBivariateVonMises, VonMises)):
-        warn_user(
-            f"latent '{name}' is an angle ({type(fn).__name__}) whose density repeats itself on "
-            "the whole real line: unless the data determine it well, draws lie in several turns, "
-            "and their moments mean nothing. Cure: dist.ProjectedNormal with "
-            f"pyro.infer.reparam.ProjectedNormalReparam; or {name} = pyro.sample('{name}', "
-            f"dist.Uniform(-math.pi, math.pi)) and pyro.factor('{name}_prior', "
-            f"fn.log_prob({name})), with fn its distribution now"
-        )
+def warn_of_angle(name: str) -> None:
+    """Warn of a latent variable whose density is periodic on the real line of a guide."""
+    warn_user(
+        f"latent '{name}' is an angle, whose density repeats itself on the whole real line: unless "
+        "the data determine it well, draws of the guide lie in several turns, and their moments "
+        "mean nothing. Cure: fit(model, 'auto', ...), whose draws lie within one turn; "
+        "dist.ProjectedNormal with pyro.infer.reparam.ProjectedNormalReparam; or "
+        f"{name} = pyro.sample('{name}', dist.Uniform(-math.pi, math.pi)) and "
+        f"pyro.factor('{name}_prior', fn.log_prob({name})), with fn its distribution now"
+    )
 
 
 def _warn_of_masked(name: str, site: Site) -> None:

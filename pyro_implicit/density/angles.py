@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Angles as latent variables: one turn of the circle instead of the whole real line."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.distributions import SineBivariateVonMises, SineSkewed, VonMises
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+from torch.distributions import Transform, biject_to, constraints
+
+from pyro_implicit.density.policy import LAST_DIGITS, TURN_WIDTH
+from pyro_implicit.runtime.sites import innermost_support, is_latent
+
+__all__ = ["angles_of", "on_one_turn", "one_turn", "within_turn"]
+
+
+def within_turn(angle: Tensor) -> Tensor:
+    r"""Return the same angles in :math:`[-\pi, \pi)`.
+
+    **Example:**
+
+    >>> within_turn(torch.tensor([0.5, 6.0]))
+    tensor([ 0.5000, -0.2832])
+    """
+    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+
+
+class _OneTurn(constraints.Constraint):
+    r"""Angles in :math:`[c - \pi, c + \pi)`; others are valid, too, and mean the same.
+
+    ``biject_to`` maps real numbers to them by :math:`u \mapsto \theta`, u modulo :math:`2 \pi`. The
+    number of turns :math:`(u - \theta) / 2 \pi` is an auxiliary variable, so that the density of
+    u is smooth, and has one mode where that of the angle has one, not far from c:
+
+    .. math::
+        \tilde p(u) = p(\theta)\, p(u \mid \theta), \qquad
+        p(u \mid \theta) = \frac{N(u; c, s^2)}{\sum_k N(\theta + 2 \pi k; c, s^2)}.
+
+    It is exact: the angle of a draw of :math:`\tilde p` is one of p.
+
+    **Example:**
+
+    >>> transform = biject_to(one_turn(torch.tensor(3.0)))
+    >>> transform(torch.tensor([-3.0, 3.5]))
+    tensor([3.2832, 3.5000])
+
+    :param centre: c, of a shape that broadcasts with the angles.
+    """
+
+    def __init__(self, centre: Tensor) -> None:
+        self.centre = centre
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        """Return whether values are numbers: torch takes all angles modulo a turn."""
+        return value == value
+
+
+#: As torch names constraints.
+one_turn = _OneTurn
+
+
+class _Winding(Transform):
+    domain = codomain = constraints.real
+    bijective = True  # up to the number of turns
+    sign = 1
+
+    def __init__(self, centre: Tensor) -> None:
+        super().__init__()
+        self.centre = centre
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Winding) and bool((self.centre == other.centre).all())
+
+    def _call(self, x: Tensor) -> Tensor:
+        return self.centre + within_turn(x - self.centre)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        turned = within_turn(y - self.centre)
+        log_odds = 2 * math.pi * (turned.abs() - math.pi) / TURN_WIDTH**2  # of the next turn
+        # Draws of the angle become draws of u: some move to the next turn. Which ones is decided by
+        # their last digits instead of random numbers, so that this is a function.
+        moves = torch.remainder(turned.abs() / LAST_DIGITS, 1) > 1 - log_odds.sigmoid()
+        return self.centre + turned - 2 * math.pi * turned.sign() * moves
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the log-probability of the number of turns."""
+        turned = y - self.centre
+        turns = torch.tensor([-1.0, 0.0, 1.0], dtype=turned.dtype, device=turned.device)
+        all_turns = turned.unsqueeze(-1) + 2 * math.pi * turns
+        precision = TURN_WIDTH**-2
+        normaliser = (-0.5 * precision * all_turns.square()).logsumexp(-1)
+        return -0.5 * precision * (x - self.centre).square() - normaliser
+
+
+@biject_to.register(_OneTurn)
+def _(constraint: _OneTurn) -> Transform:
+    return _Winding(constraint.centre)
+
+
+def angles_of(trace: Trace) -> dict[str, Tensor]:
+    """Return the values of the latent angles whose densities repeat themselves on the real line.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro import poutine
+    >>> model = lambda: pyro.sample("phi", dist.VonMises(torch.zeros(2), 1.0).to_event(1))
+    >>> sorted(angles_of(poutine.trace(model).get_trace()))
+    ['phi']
+
+    :param trace: of a run of the model.
+    """
+    return {
+        name: site["value"].detach()
+        for name, site in trace.nodes.items()
+        if is_latent(site) and _is_endless(site["fn"])
+    }
+
+
+def on_one_turn(
+    model: Callable[..., Any], centres: Mapping[str, Tensor | None]
+) -> Callable[..., Any]:
+    """Return the same model, whose latent angles lie within one turn.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro import poutine
+    >>> model = lambda: pyro.sample("phi", dist.VonMises(0.0, 1.0))
+    >>> turned = on_one_turn(model, {"phi": torch.zeros(())})
+    >>> poutine.trace(turned).get_trace().nodes["phi"]["fn"].support
+    OneTurn()
+
+    :param model: a Pyro model.
+    :param centres: the middle of the turn, by site, of the shape of its value; None if the density
+        is not that of an angle, and ends at the ends of the turn around 0.
+    """
+    return _OnOneTurn(centres)(model)
+
+
+class _OnOneTurn(Messenger):
+    def __init__(self, centres: Mapping[str, Tensor | None]) -> None:
+        super().__init__()
+        self.centres = centres
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.centres:
+            centre = self.centres[msg["name"]]
+            support = constraints.interval(-math.pi, math.pi)
+            msg["fn"] = _with_support(msg["fn"], support if centre is None else one_turn(centre))
+
+
+def _with_support(fn: Any, support: constraints.Constraint) -> Any:
+    """Return the same distribution with another support of its innermost elements."""
+    fn = copy.copy(fn)
+    if isinstance(fn, (SineBivariateVonMises, SineSkewed)):
+        support = constraints.independent(support, 1)
+    if isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises)):
+        fn.support = support
+    else:  # expanded, masked, or an event
+        fn.base_dist = _with_support(fn.base_dist, support)
+    return fn
+
+
+def _is_endless(fn: Any) -> bool:
+    while hasattr(fn, "base_dist") and not isinstance(fn, SineSkewed):
+        fn = fn.base_dist
+    is_angle = isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises))
+    return is_angle and innermost_support(fn.support) is constraints.real

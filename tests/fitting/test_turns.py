@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits of models with latent angles."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy.special import i0, i1
+
+from pyro_implicit import fit
+from pyro_implicit.density import Target
+from pyro_implicit.fitting import Fit, log_evidence
+from pyro_implicit.fitting.turns import middle_of_turns
+
+OBSERVED = torch.tensor([3.0, -3.1, -2.9, 2.6, -2.7])
+CONCENTRATION = 2.0
+
+
+def headings(y):
+    phi = pyro.sample("phi", dist.VonMises(0.0, 0.5))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.VonMises(phi, CONCENTRATION), obs=y)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return fit(headings, "auto", OBSERVED, refine=True, seed=0)
+
+
+def test_an_angle_at_the_end_of_its_turn_has_the_exact_posterior(result):
+    """A von Mises distribution, whose parameters follow from the sum of all directions."""
+    cos = 0.5 + CONCENTRATION * OBSERVED.cos().sum()
+    sin = CONCENTRATION * OBSERVED.sin().sum()
+    loc, concentration = torch.atan2(sin, cos).item(), torch.hypot(cos, sin).item()
+    resultant = i1(concentration) / i0(concentration)
+    phi = result.sample(2000)["phi"]
+    error = (phi - loc).sin().mean() / (phi - loc).sin().std()
+    assert abs(error) < 0.1
+    assert abs((phi - loc).cos().mean() - resultant) < 0.01
+    # The turn lies around the posterior, so that moments mean what they say.
+    assert abs(abs(phi.mean()) - abs(loc)) < 0.1
+    assert phi.std() < 1.5 / math.sqrt(concentration)
+    assert result.num_modes == 1
+    norm = [i0(kappa) for kappa in (0.5, *[CONCENTRATION] * len(OBSERVED))]
+    expected = math.log(i0(concentration)) - sum(map(math.log, norm))
+    expected -= len(OBSERVED) * math.log(2 * math.pi)
+    assert abs(log_evidence(result).value - expected) < 0.05
+    assert result.diagnose().verdict.startswith("trust")
+
+
+def test_a_loaded_result_has_the_same_turn(result, tmp_path):
+    result.save(tmp_path / "fit.pt")
+    again = Fit.load(tmp_path / "fit.pt", headings, OBSERVED)
+    latent = torch.linspace(-6.0, 6.0, 20).unsqueeze(-1)
+    before, after = (one.target.constrain(latent)["phi"] for one in (result, again))
+    assert torch.equal(before, after)
+    assert torch.equal(again.target.log_prob(latent), result.target.log_prob(latent))
+
+
+def test_a_model_that_is_not_periodic_keeps_the_angles_of_its_prior():
+    def model(y):
+        phi = pyro.sample("phi", dist.VonMises(3.0, 5.0))
+        pyro.sample("y", dist.Normal(phi, 0.2), obs=y)
+
+    y = torch.tensor(3.3)
+    assert middle_of_turns(Target(model, y), 100, 10.0) == {"phi": None}
+    phi = fit(model, "auto", y, seed=0).sample(2000)["phi"]
+    assert -math.pi <= phi.min() and phi.max() < math.pi
+    grid = torch.linspace(-math.pi, math.pi, 20_001)[:-1].double()
+    log_p = dist.VonMises(3.0, 5.0).log_prob(grid) + dist.Normal(grid, 0.2).log_prob(y)
+    weights = log_p.softmax(0)
+    mean = (weights * grid).sum()
+    sd = (weights * (grid - mean).square()).sum().sqrt()
+    assert abs(phi.mean() - mean) < 0.1 * sd
+    assert abs(phi.std() / sd - 1) < 0.1
+
+
+def test_a_difference_of_two_angles_is_not_periodic():
+    def model(y):
+        a = pyro.sample("a", dist.VonMises(0.0, 1.0))
+        b = pyro.sample("b", dist.VonMises(0.0, 1.0))
+        pyro.sample("y", dist.Normal(a - b, 0.5), obs=y)
+
+    middle = middle_of_turns(Target(model, torch.tensor(1.0)), 100, 10.0)
+    assert middle == {"a": None, "b": None}
+
+
+def test_angles_of_a_plate_in_minibatches_lie_within_a_turn():
+    def model(y):
+        phi = pyro.sample("phi", dist.VonMises(torch.zeros(3), 0.5).to_event(1))
+        with pyro.plate("rows", 20, subsample_size=len(y)):
+            pyro.sample("y", dist.VonMises(phi, 2.0).to_event(1), obs=y)
+
+    torch.manual_seed(0)
+    rows = dist.VonMises(torch.tensor([0.0, 2.0, 3.1]), 2.0).sample((20,))
+    loader = torch.utils.data.DataLoader(rows, batch_size=10)
+    result = fit(model, "auto", batches=loader, epochs=60, seed=0, refine=False)
+    phi = result.sample(500)["phi"]
+    assert phi.min() >= -math.pi and phi.max() < math.pi
+    found = torch.atan2(phi.sin().mean(0), phi.cos().mean(0))
+    expected = torch.atan2(rows.sin().sum(0), rows.cos().sum(0))
+    assert torch.allclose((found - expected).cos(), torch.ones(3), atol=0.02)
