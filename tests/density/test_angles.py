@@ -49,6 +49,7 @@ def test_the_density_is_that_of_the_angle_and_of_its_number_of_turns(family):
     assert {name: tuple(value.shape) for name, value in target.turns.items()} == {
         "phi": tuple(fn.event_shape)
     }
+    assert target.transforms["phi"].domain.event_dim == len(fn.event_shape)
     torch.manual_seed(0)
     latent = 4 * torch.randn(50, target.latent_dim, dtype=torch.float64)
     values = target.constrain(latent)
