@@ -15,7 +15,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 
-from pyro_implicit.density.policy import LAST_DIGITS, TURN_WIDTH
+from pyro_implicit.density.policy import ANGLES
 from pyro_implicit.runtime.sites import innermost_support, is_latent
 
 __all__ = ["angles_of", "on_one_turn", "one_turn", "within_turn"]
@@ -84,10 +84,10 @@ class _Winding(Transform):
 
     def _inverse(self, y: Tensor) -> Tensor:
         turned = within_turn(y - self.centre)
-        log_odds = 2 * math.pi * (turned.abs() - math.pi) / TURN_WIDTH**2  # of the next turn
+        log_odds = 2 * math.pi * (turned.abs() - math.pi) / ANGLES.turn_width**2  # of the next turn
         # Draws of the angle become draws of u: some move to the next turn. Which ones is decided by
         # their last digits instead of random numbers, so that this is a function.
-        moves = torch.remainder(turned.abs() / LAST_DIGITS, 1) > 1 - log_odds.sigmoid()
+        moves = torch.remainder(turned.abs() / ANGLES.last_digits, 1) > 1 - log_odds.sigmoid()
         return self.centre + turned - 2 * math.pi * turned.sign() * moves
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _Winding(Transform):
         turned = y - self.centre
         turns = torch.tensor([-1.0, 0.0, 1.0], dtype=turned.dtype, device=turned.device)
         all_turns = turned.unsqueeze(-1) + 2 * math.pi * turns
-        precision = TURN_WIDTH**-2
+        precision = ANGLES.turn_width**-2
         normaliser = (-0.5 * precision * all_turns.square()).logsumexp(-1)
         return -0.5 * precision * (x - self.centre).square() - normaliser
 

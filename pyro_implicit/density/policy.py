@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = [
+    "ANGLES",
     "COST",
     "DISCRETE",
     "GRADIENTS",
@@ -25,13 +26,6 @@ __all__ = [
 
 #: Latent variables up to which dense matrices over all of them (covariances, Hessians) are used.
 MAX_DENSE_DIM = 100
-
-#: Standard deviation (rad) of an angle and its turns around the middle of its turn. At 1, the next
-#: turn has 3e-9 of the mass of an angle in the middle, and at the ends half of it, within .3 rad.
-TURN_WIDTH = 1.0
-
-#: The digits of an angle (rad) below this one are taken to be random; float32 has three of them.
-LAST_DIGITS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,25 @@ class RunPolicy:
 
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 250
+
+
+@dataclass(frozen=True)
+class AnglePolicy:
+    """The turns of latent angles."""
+
+    #: Standard deviation (rad) of an angle and its turns around the middle of its turn. At 1, the
+    #: next turn has 3e-9 of the mass of an angle in the middle, and at the ends half of it, within
+    #: .3 rad.
+    turn_width: float = 1.0
+
+    #: The digits of an angle (rad) below this one are taken to be random; float32 has three.
+    last_digits: float = 1e-4
+
+    #: Paths of the search for the middle: the best of few modes suffices.
+    num_starts: int = 10
+
+    #: Iterations of L-BFGS in its place, where a search is too expensive.
+    max_climbs: int = 200
 
 
 @dataclass(frozen=True)
@@ -421,6 +434,7 @@ class SymmetryPolicy:
 
 
 RUNS = RunPolicy()
+ANGLES = AnglePolicy()
 GROUPS = GroupPolicy()
 MARGINAL = MarginalPolicy()
 COST = CostPolicy()

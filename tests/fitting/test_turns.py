@@ -14,7 +14,7 @@ from scipy.special import i0, i1
 from pyro_implicit import fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, log_evidence
-from pyro_implicit.fitting.turns import middle_of_turns
+from pyro_implicit.fitting.turns import is_periodic, middle_of_turns
 
 OBSERVED = torch.tensor([3.0, -3.1, -2.9, 2.6, -2.7])
 CONCENTRATION = 2.0
@@ -67,7 +67,7 @@ def test_a_model_that_is_not_periodic_keeps_the_angles_of_its_prior():
         pyro.sample("y", dist.Normal(phi, 0.2), obs=y)
 
     y = torch.tensor(3.3)
-    assert middle_of_turns(Target(model, y), 100, 10.0) == {"phi": None}
+    assert not is_periodic(Target(model, y))
     phi = fit(model, "auto", y, seed=0).sample(2000)["phi"]
     assert -math.pi <= phi.min() and phi.max() < math.pi
     grid = torch.linspace(-math.pi, math.pi, 20_001)[:-1].double()
@@ -85,8 +85,7 @@ def test_a_difference_of_two_angles_is_not_periodic():
         b = pyro.sample("b", dist.VonMises(0.0, 1.0))
         pyro.sample("y", dist.Normal(a - b, 0.5), obs=y)
 
-    middle = middle_of_turns(Target(model, torch.tensor(1.0)), 100, 10.0)
-    assert middle == {"a": None, "b": None}
+    assert not is_periodic(Target(model, torch.tensor(1.0)))
 
 
 def test_angles_of_a_plate_in_minibatches_lie_within_a_turn():
@@ -104,3 +103,54 @@ def test_angles_of_a_plate_in_minibatches_lie_within_a_turn():
     found = torch.atan2(phi.sin().mean(0), phi.cos().mean(0))
     expected = torch.atan2(rows.sin().sum(0), rows.cos().sum(0))
     assert torch.allclose((found - expected).cos(), torch.ones(3), atol=0.02)
+
+
+def test_exchangeable_angles_share_their_turn():
+    """Otherwise the order of components would not be one that symmetries find."""
+    y = torch.tensor([3.1, -3.0, 2.8, -1.0, -1.2, -0.8])
+
+    def plated():
+        with pyro.plate("components", 2):
+            mu = pyro.sample("mu", dist.VonMises(0.0, 0.1))
+        with pyro.plate("rows", len(y)):
+            which = pyro.sample("which", dist.Categorical(torch.ones(2)))
+            pyro.sample("y", dist.VonMises(mu[which], 10.0), obs=y)
+
+    def loop():
+        mu = torch.stack([pyro.sample(f"mu_{k}", dist.VonMises(0.0, 0.1)) for k in range(2)])
+        rows = dist.VonMises(mu, 10.0).log_prob(y.unsqueeze(-1))
+        pyro.factor("y", rows.logsumexp(-1).sum())
+
+    for model in (plated, loop):
+        target = Target(model)
+        middle = middle_of_turns(target, list(target.turns), 100, 10.0)
+        assert all(torch.allclose(one, torch.tensor(math.pi)) for one in middle.values())
+
+
+def test_without_a_search_the_middle_is_climbed_to():
+    target = Target(headings, OBSERVED)
+    one, two = (middle_of_turns(target, ["phi"], number, 10.0)["phi"] for number in (100, 0))
+    assert (one - two).cos() > 0.8
+
+
+def test_an_angle_beside_counts_that_are_summed_out():
+    hours = 2 * math.pi * torch.arange(12.0) / 12
+
+    def model(y):
+        phi = pyro.sample("phi", dist.VonMises(0.0, 0.1))
+        birds = pyro.sample("birds", dist.Poisson(3.0))
+        rate = 0.1 * birds + (1 + hours.add(phi).cos()).exp()
+        pyro.sample("y", dist.Poisson(rate).to_event(1), obs=y)
+
+    y = torch.poisson((1 + (hours - 3.1).cos()).exp(), torch.Generator().manual_seed(0))
+    result = fit(model, "auto", y, seed=0, progress=False)
+    assert result.stages[0].outcome.endswith("1 remain") and result.num_modes == 1
+    phi = result.sample(1000)["phi"]
+    grid, counts = torch.arange(-3.0, 3.0, 0.01), torch.arange(30.0)
+    grid = grid + phi.mean()
+    rate = 0.1 * counts.view(-1, 1, 1) + (1 + hours.add(grid.unsqueeze(-1)).cos()).exp()
+    log_p = dist.Poisson(rate).log_prob(y).sum(-1) + dist.Poisson(3.0).log_prob(counts)[:, None]
+    weight = (log_p.logsumexp(0) + dist.VonMises(0.0, 0.1).log_prob(grid)).softmax(0)
+    mean = (weight * grid).sum()
+    sd = (weight * (grid - mean).square()).sum().sqrt()
+    assert abs(phi.mean() - mean) < 0.15 * sd and abs(phi.std() / sd - 1) < 0.15
