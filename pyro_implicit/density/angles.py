@@ -13,7 +13,7 @@ from pyro.distributions import SineBivariateVonMises, SineSkewed, VonMises
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions import Transform, biject_to, constraints
+from torch.distributions import Transform, TransformedDistribution, biject_to, constraints
 
 from pyro_implicit.density.policy import ANGLES
 from pyro_implicit.runtime.sites import innermost_support, is_latent
@@ -173,7 +173,8 @@ def _with_support(fn: Any, support: constraints.Constraint) -> Any:
 
 
 def _is_endless(fn: Any) -> bool:
-    while hasattr(fn, "base_dist") and not isinstance(fn, SineSkewed):
+    # Transformed angles may have another period.
+    while hasattr(fn, "base_dist") and not isinstance(fn, (SineSkewed, TransformedDistribution)):
         fn = fn.base_dist
     is_angle = isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises))
     return is_angle and innermost_support(fn.support) is constraints.real

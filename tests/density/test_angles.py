@@ -94,3 +94,18 @@ def test_gradients_are_those_of_the_density():
     latent = torch.tensor([[-4.2], [-1.7], [0.3], [4.6], [5.0]]).double().requires_grad_()
     assert torch.autograd.gradcheck(target.log_prob, latent)
     assert not target.turns  # the model says where its turn is
+
+
+def test_transformed_angles_are_named():
+    """Their period may be another one."""
+    fn = dist.TransformedDistribution(
+        dist.VonMises(0.0, 1.0), dist.transforms.AffineTransform(0, 2)
+    )
+
+    def model():
+        pyro.sample("x", fn.expand([2]).to_event(1))
+
+    with pytest.warns(
+        UserWarning, match="latent 'x' is a transformed angle.*Cure: .*the angle itself"
+    ):
+        assert not Target(model).turns

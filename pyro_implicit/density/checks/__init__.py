@@ -20,7 +20,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
+from pyro.distributions import Delta, TransformedDistribution, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -35,7 +35,14 @@ from pyro_implicit.density.checks.observations import (
 )
 from pyro_implicit.density.model import IMPOSSIBLE, Model, refuse_infinite, varying_site
 from pyro_implicit.runtime.messages import warn_user
-from pyro_implicit.runtime.sites import Site, innermost, is_data, is_discrete_latent, is_latent
+from pyro_implicit.runtime.sites import (
+    Site,
+    innermost,
+    innermost_support,
+    is_data,
+    is_discrete_latent,
+    is_latent,
+)
 
 __all__ = [
     "explain",
@@ -59,7 +66,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
         sequential plate that subsamples, one with a ``Delta`` prior, or one without unconstrained
         coordinates.
-    :warns UserWarning: for a latent variable with masked elements.
+    :warns UserWarning: for a latent variable with masked elements, and a transformed angle.
     """
     latents = {name: site for name, site in trace.nodes.items() if is_latent(site)}
     if not latents:
@@ -94,6 +101,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
         )
     for name, site in continuous.items():
         _warn_of_masked(name, site)
+        _warn_of_transformed_angle(name, site)
     refuse_unfit_data(trace)
 
 
@@ -152,6 +160,19 @@ def warn_of_angle(name: str) -> None:
         f"{name} = pyro.sample('{name}', dist.Uniform(-math.pi, math.pi)) and "
         f"pyro.factor('{name}_prior', fn.log_prob({name})), with fn its distribution now"
     )
+
+
+def _warn_of_transformed_angle(name: str, site: Site) -> None:
+    fn = site["fn"]
+    while hasattr(fn, "base_dist") and not isinstance(fn, TransformedDistribution):
+        fn = fn.base_dist
+    is_angle = isinstance(innermost(fn), VonMises) and isinstance(fn, TransformedDistribution)
+    if is_angle and innermost_support(fn.support) is constraints.real:
+        warn_user(
+            f"latent '{name}' is a transformed angle, whose density repeats itself on the whole "
+            f"real line. Cure: pyro.sample('{name}', ...) of the angle itself, and the "
+            "transformation in the model"
+        )
 
 
 def _warn_of_masked(name: str, site: Site) -> None:
