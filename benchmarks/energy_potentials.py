@@ -239,9 +239,11 @@ def report(records: list[dict[str, Any]]) -> str:
             if not own:
                 continue
             fitted = [line for line in own if "error" not in line]
-            cells = [
-                spread([r["sw2"] for r in fitted if r["potential"] == p], 3) for p in potentials
-            ]
+            cells = []
+            for name in potentials:
+                none = "failed" if any(r["potential"] == name for r in own) else "not run"
+                found = [r["sw2"] for r in fitted if r["potential"] == name]
+                cells.append(spread(found, 3, none))
             times = [line["cpu_seconds"] for line in fitted]
             rows.append([method, *cells, f"{mean(times):.0f}" if times else ""])
         seeds = f"{len({line['seed'] for line in lines})} seeds"
