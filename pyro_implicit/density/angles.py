@@ -18,7 +18,7 @@ from torch.distributions import Transform, TransformedDistribution, biject_to, c
 from pyro_implicit.density.policy import ANGLES
 from pyro_implicit.runtime.sites import innermost_support, is_latent
 
-__all__ = ["angles_of", "on_one_turn", "one_turn", "within_turn"]
+__all__ = ["on_one_turn", "one_turn", "turns_of", "within_turn"]
 
 
 def within_turn(angle: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ def _(constraint: _OneTurn) -> Transform:
     return _Winding(constraint.centre)
 
 
-def angles_of(trace: Trace) -> dict[str, Tensor]:
-    """Return the values of the latent angles whose densities repeat themselves on the real line.
+def turns_of(trace: Trace) -> dict[str, Tensor]:
+    """Return 0, the first middle of their turn, for the latent angles on the whole real line.
 
     **Example:**
 
@@ -114,13 +114,14 @@ def angles_of(trace: Trace) -> dict[str, Tensor]:
     >>> import pyro.distributions as dist
     >>> from pyro import poutine
     >>> model = lambda: pyro.sample("phi", dist.VonMises(torch.zeros(2), 1.0).to_event(1))
-    >>> sorted(angles_of(poutine.trace(model).get_trace()))
-    ['phi']
+    >>> turns_of(poutine.trace(model).get_trace())
+    {'phi': tensor([0., 0.])}
 
     :param trace: of a run of the model.
+    :returns: by site, of the shape of its value.
     """
     return {
-        name: site["value"].detach()
+        name: torch.zeros_like(site["value"])
         for name, site in trace.nodes.items()
         if is_latent(site) and _is_endless(site["fn"])
     }

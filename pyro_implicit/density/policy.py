@@ -77,8 +77,8 @@ class AnglePolicy:
     #: Paths of the search for the middle: the best of few modes suffices.
     num_starts: int = 10
 
-    #: Iterations of L-BFGS in its place, where a search is too expensive.
-    max_climbs: int = 200
+    #: Steps of L-BFGS, of 20 iterations each, in its place, where a search is too expensive.
+    max_climbs: int = 10
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_implicit.density.angles import angles_of, on_one_turn
+from pyro_implicit.density.angles import on_one_turn, turns_of
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import (
     explain,
@@ -155,9 +155,8 @@ class Target:
         self._like = example_tensor(model, args, kwargs)
         trace = self._first_run(init_loc_fn)
         #: By site, the middle of the turn in which its angles lie.
-        self.turns: dict[str, Tensor] = angles_of(trace)
+        self.turns: dict[str, Tensor] = turns_of(trace)
         if self.turns:
-            self.turns = {name: torch.zeros_like(value) for name, value in self.turns.items()}
             model = self.model = on_one_turn(model, self.turns)
             trace = self._first_run(init_loc_fn)
         if self._allow_local is None:

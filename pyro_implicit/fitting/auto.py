@@ -14,7 +14,6 @@ import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
@@ -58,7 +57,7 @@ from pyro_implicit.fitting.refinement import (
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
 from pyro_implicit.fitting.training import HeldOut, default_loss
-from pyro_implicit.fitting.turns import is_periodic, middle_of_turns
+from pyro_implicit.fitting.turns import middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO
@@ -346,13 +345,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             stages.declare_events(target.unplated)
             target = make_target()
         if target.turns:
-            plan = make_plan(target, stages.policy.budget, stages.limit)
+            budget = stages.policy.budget
+            plan = make_plan(target, budget, stages.limit)
             iterations = 0 if target.sampled else plan.search_iterations
-            seconds = stages.limit.left(stages.policy.budget.search_share)
-            middle: dict[str, Tensor | None] = dict.fromkeys(target.turns)
-            if is_periodic(target):
-                middle |= middle_of_turns(target, middle, iterations, seconds)
-            stages.declare_turns(middle)
+            seconds = min(budget.search_seconds, stages.limit.left(budget.search_share))
+            stages.declare_turns(middle_of_turns(target, iterations, seconds))
             target = make_target()
     except SubsampledError as error:
         if isinstance(stages.model, NetworkModel):
@@ -491,7 +488,7 @@ def _fit_batches(
         stages.declare_events(target.unplated)
         target = make_target()
     if target.turns and isinstance(guide, str):
-        stages.declare_turns({**target.turns})
+        stages.declare_turns(target.turns)
         target = make_target()
     check_scaling(target, stages.batches, num_processes())
     if amortize is not None:

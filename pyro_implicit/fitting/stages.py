@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -148,13 +148,13 @@ class Stages:
         self.model = self.trained = unplated_as_events(self.model, dims)
         self.result.unplated = dims
 
-    def declare_turns(self, centres: dict[str, torch.Tensor | None]) -> None:
+    def declare_turns(self, centres: Mapping[str, torch.Tensor | None]) -> None:
         """Keep the model's latent angles within one turn in all stages.
 
         :param centres: see :func:`~pyro_implicit.density.angles.on_one_turn`.
         """
         self.model = self.trained = on_one_turn(self.model, centres)
-        self.result.turns = centres
+        self.result.turns = dict(centres)
 
     def train(
         self,

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,16 +17,17 @@ from pyro_implicit.density.policy import ANGLES, RUNS, SEARCH
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
 
-__all__ = ["is_periodic", "middle_of_turns"]
+__all__ = ["middle_of_turns"]
 
 
 def middle_of_turns(
-    target: Target, names: Collection[str], num_iterations: int, seconds: float
-) -> dict[str, Tensor]:
+    target: Target, num_iterations: int, seconds: float
+) -> Mapping[str, Tensor | None]:
     r"""Return the middle of the turn for latent angles: their values at the best mode.
 
     The moments of draws then have a meaning, and modes are not cut into two. Angles that symmetries
-    move, such as those of the components of a mixture, share the middle 0 or :math:`\pi`.
+    move, such as those of the components of a mixture, share the middle 0 or :math:`\pi`. A density
+    that is not periodic in its angles has no middle: they end where their prior ends.
 
     **Example:**
 
@@ -34,42 +36,32 @@ def middle_of_turns(
     >>> def model():
     ...     phi = pyro.sample("phi", dist.VonMises(3.0, 100.0))
     ...     pyro.sample("y", dist.VonMises(phi, 100.0), obs=torch.tensor(-3.0))
-    >>> middle = middle_of_turns(Target(model), ["phi"], 100, seconds=10.0)["phi"]
+    >>> middle = middle_of_turns(Target(model), 100, seconds=10.0)["phi"]
     >>> bool((middle.abs() - torch.pi).abs() < 0.05)
     True
 
-    :param target: a density that is periodic in its angles, which lie within the turn around 0.
-    :param names: the sites of the angles.
+    :param target: whose angles are those of ``target.turns``.
     :param num_iterations: the maximal number of Newton iterations. If it is 0, L-BFGS climbs from
         ``target.init_loc`` instead, at its values of discrete latent variables.
     :param seconds: the limit of the search in wall time.
-    :returns: by site, of the shape of its value.
+    :returns: by site, of the shape of its value; see
+        :func:`~pyro_implicit.density.angles.on_one_turn`.
+    :raises ValueError: if the log-density is finite at none of the initial points of the search.
     """
+    if not _is_periodic(target):
+        return dict.fromkeys(target.turns)
     values = target.constrain(_mode(target, num_iterations, seconds))
-    middle = {name: within_turn(values[name]) for name in names}
+    middle = {name: within_turn(values[name]) for name in target.turns}
     for group in find_symmetries(target, seconds).groups:
         for place in group.places:
-            if angles := [name for name in place.sites if name in names]:
+            if angles := [name for name in place.sites if name in target.turns]:
                 shared = _shared(values[name] for name in angles)
                 middle |= {name: torch.full_like(middle[name], shared) for name in angles}
     return middle
 
 
-def is_periodic(target: Target) -> bool:
-    """Return whether the density stays the same where each angle moves by whole turns.
-
-    **Example:**
-
-    >>> import pyro
-    >>> import pyro.distributions as dist
-    >>> def model():
-    ...     phi = pyro.sample("phi", dist.VonMises(0.0, 1.0))
-    ...     pyro.sample("y", dist.Normal(phi, 1.0), obs=torch.tensor(0.3))
-    >>> is_periodic(Target(model))
-    False
-
-    :param target: whose angles are those of ``target.turns``.
-    """
+def _is_periodic(target: Target) -> bool:
+    """Return whether the density stays the same where each angle moves by whole turns."""
     values = target.constrain(target.sample_prior(RUNS.num_compared_runs))
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     turned = dict(values)
@@ -91,17 +83,19 @@ def _mode(target: Target, num_iterations: int, seconds: float) -> Tensor:
             max_seconds=seconds,
         )
         return modes.loc[int(modes.elbo.argmax())]
+    deadline = time.perf_counter() + seconds
     point = target.init_loc.clone().requires_grad_()
-    optimiser = torch.optim.LBFGS(
-        [point], max_iter=ANGLES.max_climbs, line_search_fn="strong_wolfe"
-    )
+    optimiser = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
 
     def climb() -> Tensor:
         log_prob, score = target.score(point.detach().unsqueeze(0))
         point.grad = -score.squeeze(0)
         return -log_prob.squeeze(0)
 
-    optimiser.step(climb)
+    for _ in range(ANGLES.max_climbs):
+        optimiser.step(climb)
+        if time.perf_counter() > deadline:
+            break
     return point.detach() if point.isfinite().all() else target.init_loc
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, TransformedDistribution, VonMises
+from pyro.distributions import Delta, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -163,11 +163,11 @@ def warn_of_angle(name: str) -> None:
 
 
 def _warn_of_transformed_angle(name: str, site: Site) -> None:
-    fn = site["fn"]
-    while hasattr(fn, "base_dist") and not isinstance(fn, TransformedDistribution):
-        fn = fn.base_dist
-    is_angle = isinstance(innermost(fn), VonMises) and isinstance(fn, TransformedDistribution)
-    if is_angle and innermost_support(fn.support) is constraints.real:
+    # The support of other angles is one turn.
+    if (
+        isinstance(innermost(site["fn"]), VonMises)
+        and innermost_support(site["fn"].support) is constraints.real
+    ):
         warn_user(
             f"latent '{name}' is a transformed angle, whose density repeats itself on the whole "
             f"real line. Cure: pyro.sample('{name}', ...) of the angle itself, and the "
