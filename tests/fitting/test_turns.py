@@ -155,3 +155,19 @@ def test_an_angle_beside_counts_that_are_summed_out():
     mean = (weight * grid).sum()
     sd = (weight * (grid - mean).square()).sum().sqrt()
     assert abs(phi.mean() - mean) < 0.15 * sd and abs(phi.std() / sd - 1) < 0.15
+
+
+def test_the_climb_ends_in_time():
+    def calls(seconds):
+        target, score, number = Target(headings, OBSERVED), Target.score, 0
+
+        def counted(latent):
+            nonlocal number
+            number += 1
+            return score(target, latent)
+
+        target.score = counted
+        middle_of_turns(target, 0, seconds)
+        return number
+
+    assert 0 < calls(0.0) < calls(60.0)
