@@ -177,11 +177,12 @@ class _TriangularLinearisation(Linearisation):
         self._scale, self._shape = p.log_scale.exp(), sinh_arcsinh(self._bent, p.skew, p.tail)
         self.value = p.shift + self._scale * self._shape
 
-    def log_abs_det(self) -> Tensor:
+    def slogdet(self) -> tuple[Tensor, Tensor]:
         p = self._parameters
         log_slope = sinh_arcsinh_log_derivative(self._bent, p.skew, p.tail)
         noise_slope = sinh_arcsinh_log_derivative(self._noise, *self._noise_shape)
-        return (p.log_scale + log_slope + noise_slope).sum(-1)
+        log_det = (p.log_scale + log_slope + noise_slope).sum(-1)
+        return torch.ones_like(log_det), log_det
 
     def jacobian(self) -> Tensor:
         generator, p = self._generator, self._parameters

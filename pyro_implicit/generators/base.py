@@ -40,12 +40,18 @@ class Linearisation:
         """:returns: :math:`J_f`, ``(*batch, m, d)``."""
         raise NotImplementedError(
             f"{type(self).__name__} has no dense Jacobian. Cure: a method jacobian() -> "
-            "(*batch, m, d), or all of log_abs_det, solve_transposed and inverse_transposed"
+            "(*batch, m, d), or all of slogdet, solve_transposed and inverse_transposed"
         )
+
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        r""":returns: the sign of :math:`\det J_f` and :math:`\log |\det J_f|`, for m = d,
+        ``(*batch)`` each."""
+        sign, log_abs_det = torch.linalg.slogdet(self.jacobian())
+        return sign, log_abs_det
 
     def log_abs_det(self) -> Tensor:
         r""":returns: :math:`\log |\det J_f|` for m = d, ``(*batch)``."""
-        return torch.linalg.slogdet(self.jacobian()).logabsdet
+        return self.slogdet()[1]
 
     @torch.no_grad()
     def solve_transposed(self, vector: Tensor) -> Tensor:

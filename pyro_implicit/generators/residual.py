@@ -104,9 +104,9 @@ class _ResidualLinearisation(Linearisation):
         k = self._core_dim
         return self._network.jacobian(num_outputs=k) + self._scale[:k].diag()
 
-    def log_abs_det(self) -> Tensor:
-        log_det = torch.linalg.slogdet(self._core()).logabsdet
-        return log_det + self._log_scale[self._core_dim :].sum()
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        sign, log_det = torch.linalg.slogdet(self._core())
+        return sign, log_det + self._log_scale[self._core_dim :].sum()
 
     @torch.no_grad()
     def solve_transposed(self, vector: Tensor) -> Tensor:
@@ -249,10 +249,10 @@ class _GatedResidualLinearisation(Linearisation):
         slope = self._network.jacobian(num_outputs=k) + self._generator.linear.weight[:k]
         return slope + self._generator.log_scale[:k].exp().diag()
 
-    def log_abs_det(self) -> Tensor:
-        log_det = torch.linalg.slogdet(self._core()).logabsdet
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        sign, log_det = torch.linalg.slogdet(self._core())
         log_scale = self._generator.log_scale[self._generator._core_dim :]
-        return log_det + (log_scale + self._log_gate).sum(-1)
+        return sign, log_det + (log_scale + self._log_gate).sum(-1)
 
     @torch.no_grad()
     def solve_transposed(self, vector: Tensor) -> Tensor:

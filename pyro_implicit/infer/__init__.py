@@ -9,11 +9,11 @@ from pyro_implicit.infer.amortized_svgd import AmortizedSVGD_ELBO
 from pyro_implicit.infer.avb import AVB_ELBO
 from pyro_implicit.infer.bound import (
     EvidenceBound,
-    FoldWarning,
     WeightedDraws,
     evidence_bound,
     weighted_draws,
 )
+from pyro_implicit.infer.engine.folds import FoldWarning
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.engine.traces import NonFiniteError
 from pyro_implicit.infer.estimated_score import ScoreELBO

@@ -20,15 +20,15 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import SemiImplicit, find_implicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides.posterior_draws import guide_of
+from pyro_implicit.infer.engine.folds import FoldWarning
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
     check_generator,
     check_square,
     check_standard_normal,
-    exact_log_density,
+    exact_density,
     flatten_site,
-    site_linearisation,
     split_elements,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -61,7 +61,6 @@ from pyro_implicit.runtime.progress import announce, progress_is_shown, steps_of
 
 __all__ = [
     "EvidenceBound",
-    "FoldWarning",
     "HierarchicalELBO",
     "Proposal",
     "WeightedDraws",
@@ -71,10 +70,6 @@ __all__ = [
 
 
 Proposal = Literal["linearized", "prior"]
-
-
-class FoldWarning(UserWarning):
-    """A generator maps different noise to the same values."""
 
 
 class HierarchicalELBO(ImplicitELBO):
@@ -226,15 +221,14 @@ class HierarchicalELBO(ImplicitELBO):
 
     def _injective(self, site: ImplicitSite) -> Tensor:
         """Return the exact density; refuse a generator that folds."""
-        sign = torch.linalg.slogdet(site_linearisation(site).jacobian()).sign
-        first = sign[0] if self.num_particles > 1 else sign
-        if (sign != self.remember("orientation", site.name, lambda: first)).any():
+        log_q, signs = exact_density(site)
+        if (signs != self.remember("sign", site.name, lambda: signs.flatten()[0])).any():
             raise ValueError(
                 f"the generator of site '{site.name}' folds: the determinant of its Jacobian has "
                 "both signs among the draws, so it is not injective and its density is unknown. "
                 "Cure: train with a smaller learning rate, or use AutoSemiImplicit"
             )
-        return exact_log_density(site)
+        return log_q
 
     def _prior(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], None]:
         distribution = site.distribution.noise_distribution

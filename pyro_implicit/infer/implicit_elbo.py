@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pyro_implicit.compiled import ACTIVE, CompileMode, Untraceable
 from pyro_implicit.density.model import DiscreteSum, restore_priors
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
+from pyro_implicit.infer.engine.folds import warn_of_folds
 from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
 from pyro_implicit.infer.engine.steps import StepELBO
@@ -28,6 +29,7 @@ from pyro_implicit.infer.engine.traces import (
     apply_weights,
     set_score_parts,
 )
+from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 from pyro_implicit.runtime.sites import attribute_name
 
@@ -168,6 +170,11 @@ class ImplicitELBO(StepELBO):
             gradient is the entropy's, each of ``site.distribution.batch_shape``.
         """
         raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        if self.num_steps_taken % ELBOS.fold_steps == 0:
+            warn_of_folds(self)
 
     def _check_trainable(self, name: str, site: Site) -> None:
         implicit = find_implicit(site["fn"])

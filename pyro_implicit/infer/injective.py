@@ -9,15 +9,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.util import sum_rightmost
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.distributions import Draw, Implicit
+from pyro_implicit.infer.engine.folds import note_orientation
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     ParticleWeights,
     check_square,
-    exact_log_density,
+    exact_density,
     exact_score,
     path_term,
     send_gradient,
@@ -163,8 +165,11 @@ class InjectiveELBO(ImplicitELBO):
         not as many noise dimensions as values, has noise that is not standard normal, or has a
         generator whose rows depend on each other (batch normalisation in training mode, dropout).
 
-    The generator is assumed to be injective. If it folds the noise, the formula counts one fold
-    only and overestimates the entropy: the loss is too low.
+    The generator has to be injective. If it folds the noise, its values are made in several places,
+    of which log q counts one: the entropy is too large, and the loss is too low and no bound. The
+    determinant then has another sign at some draws. Their gradient is that of
+    :math:`-w \log |\det J_f|` with a large w, which pushes the determinant through 0 to the sign
+    that it has elsewhere. If too many remain, a :class:`~pyro_implicit.infer.FoldWarning` says so.
 
     **References:**
 
@@ -228,20 +233,30 @@ class InjectiveELBO(ImplicitELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q, exact, and the term with the chosen gradient."""
         if not self._takes_path():
-            log_q = exact_log_density(site)
-            return ScoreParts(log_q, 0, log_q)
-        log_q, score = exact_score(site)
+            log_q, signs = exact_density(site)
+            return ScoreParts(log_q, 0, self._unfolding(site, log_q, signs)[1])
+        (log_q, signs), score = exact_score(site)
+        is_reversed, plain = self._unfolding(site, log_q, signs)
+        # A path is that of a site, which may consist of several draws of the generator.
+        batch_ndim = len(site.batch_shape)
+        is_reversed = is_reversed.unsqueeze(-1).flatten(batch_ndim).any(-1)
+        plain = sum_rightmost(plain, plain.dim() - batch_ndim)
         step = self.state.step
         scores = step.get(("scores", site.name))
         if scores is None:
             path = path_term(site, score, step.get(("path", site.name), site.draw))
-            return ScoreParts(log_q.detach(), 0, path)
+            return ScoreParts(log_q.detach(), 0, torch.where(is_reversed, plain, path))
         share, scores.guide = self.state.memory["path weight", site.name].weight(), score
         # An ill-conditioned Jacobian can let the score overflow; the plain gradient does not.
-        has_path = score.isfinite().flatten(log_q.dim()).all(-1)
+        has_path = score.isfinite().flatten(batch_ndim).all(-1) & ~is_reversed
         path = path_term(site, score.nan_to_num(0.0, 0.0, 0.0), site.draw)
         share = torch.where(has_path, share, 0.0)
-        return ScoreParts(log_q.detach(), 0, share * path + (1 - share) * log_q)
+        return ScoreParts(log_q.detach(), 0, share * path + (1 - share) * plain)
+
+    def _unfolding(self, site: ImplicitSite, log_q: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which draws are reversed, and log q with the gradient that turns these around."""
+        is_reversed = note_orientation(self, site.name, signs)
+        return is_reversed, log_q * torch.where(is_reversed, -ELBOS.unfolding_weight, 1.0)
 
     @property
     def path_weights(self) -> dict[str, float]:

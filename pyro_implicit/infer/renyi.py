@@ -17,10 +17,11 @@ from torch import Tensor
 from pyro_implicit.compiled import ACTIVE
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.bound import HierarchicalELBO, Proposal
+from pyro_implicit.infer.engine.folds import note_orientation
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     ParticleWeights,
-    exact_log_density,
+    exact_density,
     exact_score,
     path_term,
     send_gradient,
@@ -136,14 +137,17 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             return ScoreParts(log_q, 0, log_q)
         draw = paths[site.name]
         if not isinstance(site.distribution, SemiImplicit):
-            log_q, score = exact_score(site)
+            (log_q, signs), score = exact_score(site)
+            note_orientation(self, site.name, signs)
         else:
             log_q, score = self.bound_and_score(site)
             score = site.score_at_draw(score)
         return ScoreParts(log_q.detach(), 0, path_term(site, score, draw))
 
     def _injective(self, site: ImplicitSite) -> Tensor:
-        return exact_log_density(site)  # evidence_bound checks for folds
+        log_q, signs = exact_density(site)
+        note_orientation(self, site.name, signs)
+        return log_q
 
     def _note_folds(self, *args: Any) -> None:
         """Leave folds to evidence_bound."""

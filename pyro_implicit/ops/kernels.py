@@ -169,10 +169,12 @@ class InverseTransposed(NamedTuple):
     diagonal: Tensor
     compress: Callable[[Tensor], Tensor] | None = None
 
-    def log_abs_det(self) -> Tensor:
-        r""":math:`\log |\det J_j^{-\top}|`, ``(*batch, n)``."""
-        corner = self.rows[..., : self.rows.shape[-2]]
-        return torch.linalg.slogdet(corner).logabsdet + self.diagonal.abs().log().sum()
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        r"""The sign of :math:`\det J_j^{-\top}` and :math:`\log |\det J_j^{-\top}|`,
+        ``(*batch, n)`` each."""
+        sign, log_abs_det = torch.linalg.slogdet(self.rows[..., : self.rows.shape[-2]])
+        log_abs_det = log_abs_det + self.diagonal.abs().log().sum()
+        return sign * self.diagonal.sign().prod(), log_abs_det
 
 
 def particle_bandwidth(samples: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ def test_events_that_are_no_vectors(num_particles):
         pyro.sample("a", Implicit(lambda z: (z @ matrix.T).unflatten(-1, (2, 2)), 4))
         pyro.sample("b", Implicit(lambda z: 3 * z.squeeze(-1), 1).expand([3]).to_event(1))
 
-    losses = [InjectiveELBO(num_particles, flag) for flag in (True, False)]
+    losses = [InjectiveELBO(num_particles, flag) for flag in (True, False, "auto")]
     a = dist.MultivariateNormal(torch.zeros(4), matrix @ matrix.T)
     entropy = a.entropy() + 3 * dist.Normal(0.0, 3.0).entropy()
     cross = -0.5 * (matrix.square().sum() + 27) - 3.5 * torch.tensor(2 * torch.pi).log()

@@ -21,6 +21,7 @@ from pyro_implicit.ops.semi_implicit import mixture_log_density
 
 __all__ = [
     "PARTICLE_PLATE",
+    "ExactDensity",
     "FlatSite",
     "ImplicitSite",
     "ParticleWeights",
@@ -30,7 +31,7 @@ __all__ = [
     "check_standard_normal",
     "choose_covariance",
     "differs_by_particle",
-    "exact_log_density",
+    "exact_density",
     "exact_score",
     "explained_factor",
     "flatten_site",
@@ -264,24 +265,31 @@ def site_linearisation(site: ImplicitSite) -> Linearisation:
     return site.linearisation or site.distribution.linearise(site.noise)
 
 
-def exact_log_density(site: ImplicitSite) -> Tensor:
-    r"""Return :math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f.
+class ExactDensity(NamedTuple):
+    """The log-density of draws of an injective generator, and the signs of the determinants of its
+    Jacobian there, ``(num_particles, *plates)`` each."""
 
-    :returns: ``(num_particles, *plates)``.
-    """
-    log_det = site_linearisation(site).log_abs_det()
-    return site.distribution.noise_distribution.log_prob(site.noise) - log_det
+    log_q: Tensor
+    signs: Tensor
 
 
-def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`\log q(f(z))`, as :func:`exact_log_density`, and its score at the draw.
+def exact_density(site: ImplicitSite) -> ExactDensity:
+    r"""Return :math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f,
+    and the signs of the determinants."""
+    signs, log_det = site_linearisation(site).slogdet()
+    log_q = site.distribution.noise_distribution.log_prob(site.noise) - log_det
+    return ExactDensity(log_q, signs.detach())
+
+
+def exact_score(site: ImplicitSite) -> tuple[ExactDensity, Tensor]:
+    r"""Return the density, as :func:`exact_density`, and its score at the draw.
 
     :param site: a site drawn with ``linearise=True, noise_gradient=True``.
     """
-    log_q = exact_log_density(site)
-    (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
+    density = exact_density(site)
+    (slope,) = torch.autograd.grad(density.log_q.sum(), site.noise, retain_graph=True)
     score = site_linearisation(site).solve_transposed(slope).reshape(site.value.shape)
-    return log_q, site.score_at_draw(score)
+    return density, site.score_at_draw(score)
 
 
 def check_same_distribution(site: ImplicitSite, method: str, others: str) -> None:

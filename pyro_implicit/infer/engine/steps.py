@@ -53,7 +53,8 @@ class ElboState:
     ``unchanged`` which distributions need no changes. ``value_ndims`` are the dimensions of each of
     the guide's values outside the particle plate, None before the first run; ``implicit_sites`` and
     ``checked_sites`` name its implicit sites, and those that have passed a method's checks.
-    ``structures`` are the latent variables of model and guide that have been compared.
+    ``structures`` are the latent variables of model and guide that have been compared;
+    ``folded_sites`` names sites of which a warning was issued.
 
     ``memory`` is what a method keeps from step to step, by purpose and site: tensors, named tuples
     of tensors, or other values that a recorded step does not change. ``optimisers`` train a
@@ -65,6 +66,7 @@ class ElboState:
     value_ndims: dict[str, int] | None = None
     implicit_sites: set[str] = field(default_factory=set)
     checked_sites: set[str] = field(default_factory=set)
+    folded_sites: set[str] = field(default_factory=set)
     structures: set[tuple[frozenset[str], frozenset[str]]] = field(default_factory=set)
     unchanged: set[tuple] = field(default_factory=set)
     memory: dict[tuple[str, str], Any] = field(default_factory=dict)
@@ -302,7 +304,7 @@ class StepELBO(Trace_ELBO):
 
         A skipped step returns a nan that depends on no parameter.
         """
-        self.num_steps_taken += 1
+        self._begin_step()
         with self._explaining_memory():
             known = self._traced_step(model, guide, args, kwargs)
             if known is not None:
@@ -319,7 +321,7 @@ class StepELBO(Trace_ELBO):
 
         :returns: an estimate of the negative ELBO (nan for a skipped step).
         """
-        self.num_steps_taken += 1
+        self._begin_step()
         total = 0.0
         before: dict[Tensor, Tensor | None] = {}
         try:
@@ -347,6 +349,9 @@ class StepELBO(Trace_ELBO):
             # With zeros in place of None, optimisers with momentum would move the parameter.
             parameter.grad = gradient if gradient is not None and gradient.any() else None
         return math.nan
+
+    def _begin_step(self) -> None:
+        self.num_steps_taken += 1
 
     def total(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
