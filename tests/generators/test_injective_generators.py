@@ -57,11 +57,12 @@ def test_jacobian(make, args, context_dim, std, batch):
     torch.testing.assert_close(linearisation.jacobian(), expected)
 
 
-def test_log_abs_det(make, args, context_dim, std, batch):
+def test_slogdet(make, args, context_dim, std, batch):
     generator, noise, context, jacobian = build(make, args, context_dim, std, batch)
-    actual = generator.linearise(noise, context).log_abs_det()
-    assert actual.shape == batch
-    expected = torch.linalg.slogdet(jacobian).logabsdet
+    sign, actual = generator.linearise(noise, context).slogdet()
+    assert sign.shape == actual.shape == batch
+    expected_sign, expected = torch.linalg.slogdet(jacobian)
+    assert sign.equal(expected_sign)
     torch.testing.assert_close(actual, expected)
 
     leaves = [noise, *generator.parameters()]
