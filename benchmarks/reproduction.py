@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from benchmarks.common import RESULTS, Record, markdown_table, read_records
-from benchmarks.energy_potentials import NOISE_SD, POTENTIALS, floor
+from benchmarks.energy_potentials import AUTOMATIC, NOISE_SD, POTENTIALS, floor
 from benchmarks.gpvi_tables import COLUMNS
 from benchmarks.gpvi_tables import PAPER as MOMENTS
 from benchmarks.networks import lenet, open_category
@@ -188,7 +188,7 @@ def potentials() -> list[Comparison]:
     for name, energy in POTENTIALS.items():
         nearest = floor(energy)
         measures = {"SW2, floors": (number("sw2", 1 / nearest), 1)}
-        for method in ("GPVI", "InjectiveELBO", "LIVI", "amortised SVGD"):
+        for method in ("GPVI", "InjectiveELBO", "LIVI", "amortised SVGD", AUTOMATIC):
             where = {"potential": name, "method": method, "noise_sd": NOISE_SD}
             title = f"potential, {name}"
             rows.append(Comparison(title, method, "", files, where, measures, 200_000))

@@ -30,11 +30,13 @@ class ResidualGenerator(Generator):
     where :math:`G_1` is the top k x k block of the derivative of g and :math:`G_2` its other rows.
     The determinant costs that of a k x k matrix at any output size.
 
-    f is injective if, for every z, the symmetric part of :math:`G_1 + \Lambda_1` is positive
-    definite: the first k coordinates of f are then strictly monotone in the first k of z. A
-    sufficient condition is that the Lipschitz constant of the first k outputs of g is below the
-    smallest of their scales. Nothing enforces this condition; it holds initially, because g is near
-    zero. Then :math:`\log q(f(z)) = \log N(z; 0, I) - \log |\det J_f(z)|` is the exact density.
+    With bounded activations ("tanh"), f is injective if its determinant is 0 nowhere (Hadamard's
+    theorem: f(z) grows without limit with z), and always if, for every z, the symmetric part of
+    :math:`G_1 + \Lambda_1` is positive definite. Nothing enforces these conditions; they hold
+    initially, because g is near zero. Then :math:`\log q(f(z)) = \log N(z; 0, I) - \log |\det
+    J_f(z)|` is the exact density. In training, :class:`~pyro_implicit.InjectiveELBO` turns around
+    draws whose determinant has another sign than the others, and the ELBOs that need the density
+    warn of them.
 
     **Example:**
 
