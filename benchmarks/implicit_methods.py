@@ -4,7 +4,7 @@
 Fit each method to the posteriors of ``targets.py`` for ``--budget`` CPU seconds by the library's
 settings, and measure the sliced 2-Wasserstein distance to exact draws, before and (with the first
 seed) after ``refine`` of the guide. In two dimensions also KL(p || q), from 1,000 exact draws, with
-the guide's density as a mixture of 5,000 of its conditionals (exact for ``PVI``, "Injective" and
+the guide's density as a mixture of 5,000 of its conditionals (exact for ``PVI``, injective ones and
 ``AutoMultivariateNormal``). ``KSIVI`` and ``HSIVI`` raise the inverse temperature from 0.1 to 1 in
 the first half, as KSIVI's authors do for separate modes. The report has a picture::
 
@@ -50,7 +50,14 @@ from benchmarks.common import (
 )
 from benchmarks.sampling_targets import NUM_DRAWS, floor, truth
 from benchmarks.targets import KnownPosterior, MissingData, make_target
-from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, fit, refine
+from pyro_implicit import (
+    AutoImplicit,
+    AutoregressiveGenerator,
+    AutoSemiImplicit,
+    ResidualGenerator,
+    fit,
+    refine,
+)
 from pyro_implicit.density import Target
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.distributions import SemiImplicit
@@ -104,6 +111,7 @@ def make(name: str, model: Callable) -> tuple[Any, Any, pyro.optim.PyroOptim, fl
         "UIVI": partial(UIVI_ELBO, 64),
         "LIVI": partial(LIVI_ELBO, 64),
         "Injective": partial(InjectiveELBO, 64),
+        "Injective, residual": partial(InjectiveELBO, 64),
     }
     if name in explicit:
         guide = explicit[name](model)
@@ -112,6 +120,8 @@ def make(name: str, model: Callable) -> tuple[Any, Any, pyro.optim.PyroOptim, fl
         elbo = elbos[name](compile="trace")
         if name == "Injective":
             guide = AutoImplicit(model, AutoregressiveGenerator)
+        elif name == "Injective, residual":
+            guide = AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=size))
         else:
             guide = AutoSemiImplicit(model, **({} if name == "LIVI" else {"noise_scale": 0.5}))
     return guide, elbo, optim, lr
@@ -226,7 +236,14 @@ def run(target: KnownPosterior, name: str, seed: int, budget: float) -> dict[str
 
 
 METHODS = ["KSIVI", "PVI", "AISIVI", "HSIVI", "KPG", "KPG-IS", "SIVI", "UIVI", "LIVI", "Injective"]
-METHODS += ["AutoMultivariateNormal", "AutoIAFNormal", "neural spline", "NUTS", "fit"]
+METHODS += [
+    "Injective, residual",
+    "AutoMultivariateNormal",
+    "AutoIAFNormal",
+    "neural spline",
+    "NUTS",
+    "fit",
+]
 
 
 def run_all(args: argparse.Namespace) -> None:

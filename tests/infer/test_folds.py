@@ -66,6 +66,14 @@ def test_the_share_of_reversed_draws_is_the_exact_one(make_elbo):
     assert known.reversed_share == pytest.approx(expected * (1 - ELBOS.fold_decay**400), abs=0.015)
 
 
+def test_evaluations_leave_the_record():
+    elbo, guide = InjectiveELBO(6), guide_of(Folded())
+    elbo.differentiable_loss(model, guide)
+    before = elbo.remembered("orientation")
+    elbo.loss(model, guide)
+    assert elbo.remembered("orientation") == before
+
+
 def test_which_draws_are_reversed():
     known = Orientation.before(torch.tensor([[1.0, 1.0, -1.0], [1.0, 1.0, 1.0]]))
     assert known.mean_sign == pytest.approx(2 / 3) and known.reversed_share == 0
