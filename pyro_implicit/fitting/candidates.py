@@ -42,8 +42,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.sampler import StoredDraws
-from pyro_implicit.infer.bound import weighted_draws
-from pyro_implicit.infer.engine.folds import FoldWarning
+from pyro_implicit.infer import FoldWarning, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import normal_draws

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyro
 import pytest
@@ -93,10 +94,12 @@ def call(out: Path, *words: str) -> list[dict]:
     return energy_potentials.read_records(out)
 
 
-def test_script(few_draws, no_search, tmp_path, capsys) -> None:
+def test_script(few_draws, no_search, tmp_path, capsys, monkeypatch) -> None:
+    fitted = SimpleNamespace(sample=lambda number: {"x": torch.randn(number, 2)})
+    monkeypatch.setattr(energy_potentials, "fit", lambda model, progress: fitted)
     out = tmp_path / "out.jsonl"
     records = call(out, "--potentials", "split")
-    assert [record["method"] for record in records] == list(energy_potentials.METHODS)
+    assert [record["method"] for record in records] == [*energy_potentials.METHODS, "fit"]
     for record in records:
         assert "error" not in record
         assert math.isfinite(record["sw2"])
@@ -108,7 +111,7 @@ def test_script(few_draws, no_search, tmp_path, capsys) -> None:
     assert len(call(out, "--potentials", "split")) == len(records)
     words = ["--potentials", "split", "sinusoid", "--methods", "LIVI"]
     records += call(out, *words)[len(records) :]
-    assert [record["potential"] for record in records] == ["split"] * 6 + ["sinusoid"]
+    assert [record["potential"] for record in records] == ["split"] * 7 + ["sinusoid"]
 
 
 def test_a_failed_run_is_recorded(few_draws, tmp_path, monkeypatch) -> None:
