@@ -122,8 +122,9 @@ class GPVI_ELBO(NetworkELBO):
     kernel compares noise; its bandwidth is :func:`~pyro_implicit.ops.particle_bandwidth`. Each
     element of a plate has its own kernel.
 
-    The reported loss is the exact ELBO, because such a guide has an exact density. This method
-    serves for comparison: :class:`InjectiveELBO` trains the same guides with exact gradients, at
+    The reported loss is the exact ELBO, because such a guide has an exact density. Nothing keeps
+    the generator from folding its noise, though; a :class:`~pyro_implicit.infer.FoldWarning` says
+    so. This method serves for comparison: :class:`InjectiveELBO` trains the same guides with exact gradients, at
     the same cost, and without a kernel, which resolves little in many dimensions.
 
     **Example:**

@@ -16,7 +16,7 @@ from torch import nn
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, Implicit, ResidualGenerator
 from pyro_implicit.generators import Generator
 from pyro_implicit.infer import GPVI_ELBO, FoldWarning, ImplicitRenyiELBO, InjectiveELBO, injective
-from pyro_implicit.infer.engine.folds import Orientation
+from pyro_implicit.infer.engine.folds import Orientation, note_orientation
 from pyro_implicit.infer.policy import ELBOS
 from tests.infer.helpers import train
 
@@ -86,6 +86,11 @@ def test_which_draws_are_reversed():
     single = Orientation.before(torch.ones(()))
     assert not single.is_reversed(-torch.ones(()))
     assert single.after(-torch.ones(())).reversed_share > 0
+    # A step that is not finite leaves no trace.
+    elbo = InjectiveELBO(5)
+    for signs in (torch.full((3,), torch.nan), torch.ones(3)):
+        note_orientation(elbo, "x", signs)
+    assert elbo.remembered("orientation")["x"].reversed_share < ELBOS.max_reversed
     # Training may turn around all.
     everywhere = Orientation.before(torch.ones(5)).after(-torch.ones(5))
     assert not everywhere.is_reversed(-torch.ones(5)).any()
