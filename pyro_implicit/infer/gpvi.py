@@ -124,8 +124,8 @@ class GPVI_ELBO(NetworkELBO):
 
     The reported loss is the exact ELBO, because such a guide has an exact density. Nothing keeps
     the generator from folding its noise, though; a :class:`~pyro_implicit.infer.FoldWarning` says
-    so. This method serves for comparison: :class:`InjectiveELBO` trains the same guides with exact gradients, at
-    the same cost, and without a kernel, which resolves little in many dimensions.
+    so. This method serves for comparison: :class:`InjectiveELBO` trains the same guides with exact
+    gradients, at the same cost, and without a kernel, which resolves little in many dimensions.
 
     **Example:**
 
