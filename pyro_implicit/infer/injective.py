@@ -256,7 +256,7 @@ class InjectiveELBO(ImplicitELBO):
     def _unfolding(self, site: ImplicitSite, log_q: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
         """Return which draws are reversed, and log q with the gradient that turns these around."""
         is_reversed = note_orientation(self, site.name, signs)
-        return is_reversed, log_q * torch.where(is_reversed, -ELBOS.unfolding_weight, 1.0)
+        return is_reversed, torch.where(is_reversed, -ELBOS.unfolding_weight * log_q, log_q)
 
     @property
     def path_weights(self) -> dict[str, float]:

@@ -46,9 +46,11 @@ class Orientation(NamedTuple):
 
     def after(self, signs: Tensor) -> Orientation:
         """Return the record after the next step."""
-        share = (1 - (self.mean_sign + signs.mean()).abs() / 2) / 2
-        average = self.reversed_share.lerp(share, 1 - ELBOS.fold_decay)
-        return Orientation(signs.mean(), average)
+        mean = signs.mean()
+        # A single draw can be compared only with that of the step before.
+        among = mean if signs.numel() > 1 else (self.mean_sign + mean) / 2
+        share = (1 - among.abs()) / 2
+        return Orientation(mean, self.reversed_share.lerp(share, 1 - ELBOS.fold_decay))
 
 
 def note_orientation(elbo: StepELBO, site: str, signs: Tensor) -> Tensor:
