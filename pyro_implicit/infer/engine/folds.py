@@ -47,9 +47,10 @@ class Orientation(NamedTuple):
     def after(self, signs: Tensor) -> Orientation:
         """Return the record after the next step."""
         mean = signs.mean()
-        # A single draw can be compared only with that of the step before.
-        among = mean if signs.numel() > 1 else (self.mean_sign + mean) / 2
-        share = (1 - among.abs()) / 2
+        if signs.numel() > 1:
+            share = torch.minimum((signs > 0).to(mean).mean(), (signs < 0).to(mean).mean())
+        else:  # it can be compared only with the draw of the step before
+            share = (signs * self.mean_sign < 0).to(mean).mean()
         return Orientation(mean, self.reversed_share.lerp(share, 1 - ELBOS.fold_decay))
 
 
@@ -57,7 +58,7 @@ def note_orientation(elbo: StepELBO, site: str, signs: Tensor) -> Tensor:
     """Note the signs of the determinants at a step's draws; return which draws are reversed.
 
     :param site: the name of the site.
-    :param signs: ``(num_particles, *plates)``; those that are not finite count as neither.
+    :param signs: ``(num_particles, *plates)``; those that are not finite count as 0.
     """
     signs = signs.nan_to_num()
     known = elbo.remember("orientation", site, lambda: Orientation.before(signs))
