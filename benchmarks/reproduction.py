@@ -65,6 +65,8 @@ class Comparison:
         return [*title, ", ".join(ours), *rest]
 
     def _length(self, record: Record) -> str:
+        if self.method == AUTOMATIC:
+            return "automatic"
         name = "epochs" if "epochs" in record else "steps"
         of = f" of {self.full:,}" if self.full > record[name] else ""
         return f"{record[name]:,}{of} {name}"
