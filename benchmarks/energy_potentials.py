@@ -153,7 +153,6 @@ def injective(model: Model, args: argparse.Namespace) -> AutoImplicit:
 
 
 SPLINES = partial(iterated, 3, partial(spline_autoregressive, hidden_dims=[64, 64], bound=6.0))
-AUTOMATIC = "fit"  # which has no settings
 PYRO_ELBO = partial(Trace_ELBO, vectorize_particles=True)
 METHODS: dict[
     str, tuple[Callable[[Model, argparse.Namespace], AutoGuide], Callable[[int], ELBO]]
@@ -165,6 +164,8 @@ METHODS: dict[
     "IAF": (lambda model, _: AutoIAFNormal(model, num_transforms=3), PYRO_ELBO),
     "splines": (lambda model, _: AutoNormalizingFlow(model, SPLINES), PYRO_ELBO),
 }
+AUTOMATIC = "fit"  # which has no settings
+ALL_METHODS = [*METHODS, AUTOMATIC]
 #: GPVI's appendix D.1 and table 6. The paper's rate is constant; its Jacobian is a helper network
 #: with an input for each pair of particles, which takes 1.5 s per step on one CPU core.
 PAPER = {"steps": 200_000, "particles": 100, "lr": 1e-4, "hidden": 500, "seeds": 1}
@@ -198,13 +199,14 @@ def run(key: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     pyro.set_rng_seed(seed)
     start = time.process_time()
     if key["method"] == AUTOMATIC:
-        draws = fit(model, progress=False).sample(NUM_DRAWS)["x"]
+        sample = fit(model, progress=False).sample
     else:
         make_guide, make_elbo = METHODS[key["method"]]
         guide = make_guide(model, args)
         train_resumably(model, guide, make_elbo(args.particles), args, key)
-        draws = draw(guide, NUM_DRAWS)["x"].reshape(-1, 2)
+        sample = partial(draw, guide)
     cpu = time.process_time() - start
+    draws = sample(NUM_DRAWS)["x"].reshape(-1, 2)
     distance = sliced_wasserstein(draws, grid_draws(energy, NUM_DRAWS, TRUTH_SEED + seed)).item()
     result = {"sw2": distance, "cpu_seconds": cpu}
     return result if seed else result | {"histogram": histogram(draws)}
@@ -238,7 +240,7 @@ def report(records: list[dict[str, Any]]) -> str:
     for setting in dict.fromkeys(tuple(record[key] for key in SETTINGS) for record in records):
         lines = [line for line in records if tuple(line[key] for key in SETTINGS) == setting]
         rows = []
-        for method in [*METHODS, AUTOMATIC]:
+        for method in ALL_METHODS:
             own = [line for line in lines if line["method"] == method]
             if not own:
                 continue
@@ -264,7 +266,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
     shown = {(r["potential"], r["method"]): r["histogram"] for r in records if "histogram" in r}
     potentials = [name for name in POTENTIALS if any(key[0] == name for key in shown)]
-    methods = [name for name in [*METHODS, AUTOMATIC] if any(key[1] == name for key in shown)]
+    methods = [name for name in ALL_METHODS if any(key[1] == name for key in shown)]
     if not shown:
         return
     figure, panels = plt.subplots(
@@ -306,8 +308,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--potentials", nargs="+", default=list(POTENTIALS), choices=list(POTENTIALS)
     )
-    methods = [*METHODS, AUTOMATIC]
-    parser.add_argument("--methods", nargs="+", default=methods, choices=methods)
+    parser.add_argument("--methods", nargs="+", default=ALL_METHODS, choices=ALL_METHODS)
     add_paper_arguments(parser, seeds=2)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--particles", type=int, default=100)

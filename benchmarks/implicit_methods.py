@@ -4,9 +4,9 @@
 Fit each method to the posteriors of ``targets.py`` for ``--budget`` CPU seconds by the library's
 settings, and measure the sliced 2-Wasserstein distance to exact draws, before and (with the first
 seed) after ``refine`` of the guide. In two dimensions also KL(p || q), from 1,000 exact draws, with
-the guide's density as a mixture of 5,000 of its conditionals (exact for ``PVI``, injective ones and
-``AutoMultivariateNormal``). ``KSIVI`` and ``HSIVI`` raise the inverse temperature from 0.1 to 1 in
-the first half, as KSIVI's authors do for separate modes. The report has a picture::
+the guide's density as a mixture of 5,000 of its conditionals (exact for ``PVI``, injective guides
+and ``AutoMultivariateNormal``). ``KSIVI`` and ``HSIVI`` raise the inverse temperature from 0.1 to 1
+in the first half, as KSIVI's authors do for separate modes. The report has a picture::
 
     python -m benchmarks.implicit_methods --data-dir /path/to/data --budget 8 --seeds 3
     python -m benchmarks.implicit_methods --report
@@ -82,6 +82,10 @@ NUM_NEAREST, NUM_NEWTON = 20_000, 30  # for the noise of given points
 WITHOUT_KL = ("AutoIAFNormal", "neural spline")
 FAILED = 300.0  # where the picture ends: failures and larger ratios
 Step = Callable[[], float]
+GENERATORS: dict[str, Callable[[int], Any]] = {
+    "Injective": AutoregressiveGenerator,
+    "Injective, residual": lambda size: ResidualGenerator(size, core_dim=size),
+}
 
 
 def adam(lr: float) -> pyro.optim.PyroOptim:
@@ -110,18 +114,15 @@ def make(name: str, model: Callable) -> tuple[Any, Any, pyro.optim.PyroOptim, fl
         "SIVI": partial(SIVI_ELBO, 64),
         "UIVI": partial(UIVI_ELBO, 64),
         "LIVI": partial(LIVI_ELBO, 64),
-        "Injective": partial(InjectiveELBO, 64),
-        "Injective, residual": partial(InjectiveELBO, 64),
+        **dict.fromkeys(GENERATORS, partial(InjectiveELBO, 64)),
     }
     if name in explicit:
         guide = explicit[name](model)
         elbo = Trace_ELBO(64, vectorize_particles=True)
     else:
         elbo = elbos[name](compile="trace")
-        if name == "Injective":
-            guide = AutoImplicit(model, AutoregressiveGenerator)
-        elif name == "Injective, residual":
-            guide = AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=size))
+        if name in GENERATORS:
+            guide = AutoImplicit(model, GENERATORS[name])
         else:
             guide = AutoSemiImplicit(model, **({} if name == "LIVI" else {"noise_scale": 0.5}))
     return guide, elbo, optim, lr

@@ -165,11 +165,12 @@ class InjectiveELBO(ImplicitELBO):
         not as many noise dimensions as values, has noise that is not standard normal, or has a
         generator whose rows depend on each other (batch normalisation in training mode, dropout).
 
-    The generator has to be injective. If it folds the noise, its values are made in several places,
-    of which log q counts one: the entropy is too large, and the loss is too low and no bound. The
-    determinant then has another sign at some draws. Their gradient is that of
-    :math:`-w \log |\det J_f|` with a large w, which pushes the determinant through 0 to the sign
-    that it has elsewhere. If too many remain, a :class:`~pyro_implicit.infer.FoldWarning` says so.
+    The generator has to be injective. If it folds the noise, several noises have the same value,
+    and log q counts one of them: the entropy is too large, and the loss is too low and no bound.
+    The determinant then has another sign at some draws. In their loss, :math:`w \log |\det J_f|`
+    with a large w takes the place of log q; descent pushes the determinant through 0 to the sign
+    that it has elsewhere. If too many such draws remain, a
+    :class:`~pyro_implicit.infer.FoldWarning` says so.
 
     **References:**
 

@@ -16,20 +16,20 @@ __all__ = ["FoldWarning", "Orientation", "note_orientation", "warn_of_folds"]
 
 
 class FoldWarning(UserWarning):
-    """The generator makes values in several places of its noise, and its density is unknown."""
+    """A generator maps different noise to the same values, so that its density is unknown."""
 
 
 class Orientation(NamedTuple):
     r"""Where the determinant of a generator's Jacobian has another sign than elsewhere.
 
     The determinant of an injective generator has one sign. Conversely, a generator whose
-    determinant is 0 nowhere, and whose values grow without limit with the noise, as those of a
-    :class:`~pyro_implicit.ResidualGenerator` of bounded activations, is injective (Hadamard). So a
-    fold has draws with the rarer sign, which are *reversed*. Training may change the sign
-    everywhere, so that only draws of the same step, and of the one before, are compared.
+    determinant is 0 nowhere, and whose values grow without limit with the noise, is injective
+    (Hadamard's theorem); a :class:`~pyro_implicit.ResidualGenerator` with bounded activations has
+    such values. So a fold has draws with the rarer sign, called *reversed*. Training may change
+    the sign everywhere, so that only draws of the same step and of the step before are compared.
 
-    ``mean_sign``, a scalar, is that of the last step; ``reversed_share``, a scalar, the moving
-    average over steps of the share of reversed draws.
+    ``mean_sign`` is the mean sign of the last step's draws, ``reversed_share`` the moving average
+    over steps of the share of reversed draws; both are scalars.
     """
 
     mean_sign: Tensor
@@ -58,7 +58,7 @@ def note_orientation(elbo: StepELBO, site: str, signs: Tensor) -> Tensor:
     """Note the signs of the determinants at a step's draws; return which draws are reversed.
 
     :param site: the name of the site.
-    :param signs: ``(num_particles, *plates)``; those that are not finite count as 0.
+    :param signs: ``(num_particles, *plates)``; signs that are not finite count as 0.
     """
     signs = signs.nan_to_num()
     known = elbo.remember("orientation", site, lambda: Orientation.before(signs))
@@ -76,8 +76,8 @@ def warn_of_folds(elbo: StepELBO) -> None:
             warn_user(
                 f"{type(elbo).__name__}, step {elbo.num_steps_taken}: the generator of site "
                 f"'{site}' folds: the determinant of its Jacobian has another sign at {share:.1%} "
-                "of its draws than at the rest. Values in a fold are made in several places, of "
-                "which the density counts one, so that the loss is too low and no bound. Cure: "
+                "of its draws than at the rest. In a fold, several noises have the same value, and "
+                "the density counts one of them, so that the loss is too low and no bound. Cure: "
                 "AutoregressiveGenerator, which cannot fold, or a smaller core_dim, a narrower "
                 "network or a smaller learning rate",
                 FoldWarning,
