@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,3 +34,10 @@ def test_runs_of_full_length_come_first(comparison, tmp_path):
 def test_missing_runs(comparison, tmp_path):
     (tmp_path / "short.jsonl").unlink()
     assert comparison.cells()[4:] == ["not run", "", "", ""]
+
+
+def test_fit_has_no_length(comparison, tmp_path):
+    record = {"row": "GPVI", "steps": 6, "accuracy": 0.8}
+    (tmp_path / "long.jsonl").write_text(json.dumps(record))
+    assert comparison.cells()[6] == "6 of 100 steps"
+    assert replace(comparison, method="fit").cells()[6] == "automatic"

@@ -58,9 +58,8 @@ def note_orientation(elbo: StepELBO, site: str, signs: Tensor) -> Tensor:
     """Note the signs of the determinants at a step's draws; return which draws are reversed.
 
     :param site: the name of the site.
-    :param signs: ``(num_particles, *plates)``; signs that are not finite count as 0.
+    :param signs: ``(num_particles, *plates)``; draws without a finite sign do not count.
     """
-    signs = signs.nan_to_num()
     known = elbo.remember("orientation", site, lambda: Orientation.before(signs))
     if torch.is_grad_enabled():  # in training
         elbo.state.memory["orientation", site] = known.after(signs)
