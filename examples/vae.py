@@ -7,11 +7,13 @@ pixel is drawn with its grey value as probability. All encoders are networks wit
 - ``gaussian``: the outputs are the mean and the standard deviations of q(z | x);
 - ``kivi``, ``avb``: the noise enters at the first hidden layer, so q(z | x) is implicit;
 - ``livi``, ``sivi``, ``uivi``: the same with Gaussian noise of a small, learnt scale at the output;
-- ``injective``: a network of the image gives the context of an autoregressive generator.
+- ``injective``: a network of the image gives the context of an autoregressive generator;
+- ``gaussian-iw``, ``injective-iw``: two of these, trained by the importance-weighted bound.
 
 For each encoder the script prints the method's own bound on training and test images, and the test
-log-likelihood of the decoder. The bounds of ``gaussian``, ``injective`` and ``sivi`` are bounds on
-average; the others are estimates, and that of ``kivi`` is too low with few ``--bound-particles``.
+log-likelihood of the decoder. The bounds of ``gaussian``, ``injective`` (each also with ``-iw``) and
+``sivi`` are bounds on average; the others are estimates, and that of ``kivi`` is too low with few
+``--bound-particles``.
 
 Importance sampling estimates the log-likelihood, in the same way for all encoders: a multivariate t
 distribution with five degrees of freedom is fitted to draws of q(z | x), fitted again to its own
@@ -61,7 +63,7 @@ from pyro_implicit import (
     SemiImplicit,
 )
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
-from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.infer import ImplicitELBO, ImplicitRenyiELBO
 
 
 class GaussianEncoder(nn.Module):
@@ -130,6 +132,9 @@ def mlp(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
 
 def build(name: str, num_pixels: int, args: argparse.Namespace) -> tuple[VAE, Trace_ELBO]:
     """Return the named autoencoder and its ELBO, with one draw per image for the likelihood."""
+    if name.endswith("-iw"):
+        vae, _ = build(name.removesuffix("-iw"), num_pixels, args)
+        return vae, ImplicitRenyiELBO(0.0, args.entropy_particles, vectorize_particles=True)
     decoder = mlp(args.latent_dim, args.hidden, num_pixels)
     # LIVI needs second derivatives of the network, which miss the kinks of ReLU.
     activation = "elu" if name == "livi" else "relu"
@@ -354,6 +359,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 ENCODERS = ["gaussian", "kivi", "avb", "livi", "sivi", "uivi", "injective"]
+ENCODERS += ["gaussian-iw", "injective-iw"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -365,7 +371,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--latent-dim", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=100, help="units of each hidden layer")
     parser.add_argument(
-        "--entropy-particles", type=int, default=20, help="draws per image for the entropy"
+        "--entropy-particles", type=int, default=20, help="draws per image for entropy or weights"
     )
     parser.add_argument(
         "--bound-particles", type=int, default=200, help="draws per image for the bounds"

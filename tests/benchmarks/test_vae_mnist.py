@@ -33,7 +33,7 @@ def call(vae, folder, *words):
     return read_records(folder / "x.jsonl")
 
 
-@pytest.mark.parametrize("encoder", ["avb", "kivi", "injective"])
+@pytest.mark.parametrize("encoder", ["avb", "kivi", "injective-iw"])
 def test_a_killed_training_continues_to_the_same_result(
     encoder, vae, images, tmp_path, monkeypatch
 ):
