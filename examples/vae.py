@@ -11,7 +11,7 @@ pixel is drawn with its grey value as probability. All encoders are networks wit
 - ``gaussian-iw``, ``injective-iw``: two of these, trained by the importance-weighted bound.
 
 For each encoder the script prints the method's own bound on training and test images, and the test
-log-likelihood of the decoder. The bounds of ``gaussian``, ``injective`` (each also with ``-iw``) and
+log-likelihood of the decoder. The bounds of ``gaussian``, ``injective`` (``-iw`` included) and
 ``sivi`` are bounds on average; the others are estimates, and that of ``kivi`` is too low with few
 ``--bound-particles``.
 
