@@ -505,12 +505,12 @@ def _tolerance(dtype: torch.dtype, policy: MarginalPolicy) -> float:
 
 def _is_usable(found: NormalMarginal, starts: Tensor) -> bool:
     policy, size = found.policy, found.num_integrated
-    if found.dim > policy.most_remaining or size > policy.most_integrated:
+    if size > policy.most_integrated:
         return False
     rest = starts[:, found._rest_index].to(found._centre)
     found._choose_coordinates(rest)
     found._centre = found._to_points(found._centre.unsqueeze(0)).squeeze(0)
-    if not found._find_structure(rest):
+    if not found._find_structure(rest) or found.work > policy.most_work:
         return False
     found.refuse_improper(rest)
     faults = torch.stack([found.draw(rest, scale)[2] for scale in policy.distances[1:4]])

@@ -64,6 +64,7 @@ from pyro_implicit.density.model import (
 )
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS
 from pyro_implicit.density.run_mode import RunMode
+from pyro_implicit.density.simplex import with_small_shares
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.runtime.messages import first_line
@@ -926,7 +927,7 @@ class Target:
 
 
 def _bijection(name: str, site: Site) -> Any:
-    return biject_to(site["fn"].support)
+    return with_small_shares(biject_to(site["fn"].support))
 
 
 def _is_drawn(site: Site) -> bool:

@@ -19,7 +19,7 @@ from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
-from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
@@ -398,8 +398,7 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
             return fit_discrete(stages, target, refine, _fit_by_search)
         if is_network:
             return fit_network(stages, target, refine is True)
-        marginal = None if refine is False else find_normal_marginal(target, policy.marginal)
-        if marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search):
+        if refine is not False and _fit_by_integration(stages, target, policy.marginal, refine):
             return stages.result
         plan = make_plan(target, policy.budget, stages.limit)
         if not target.is_vectorized:
@@ -408,19 +407,37 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         warn_of_lost_gradients(target)
         if plan.search_iterations == 0 and refine is not False:
             return _fit_without_search(stages, target, plan)
-        return _fit_by_search(stages, target, plan, refine)
+        otherwise = None
+        if target.latent_dim <= policy.marginal.least_latents:
+            every = replace(policy.marginal, least_latents=0)
+            otherwise = partial(_fit_by_integration, stages, target, every, refine)
+        return _fit_by_search(stages, target, plan, refine, otherwise)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
 
 
-def _fit_without_search(stages: Stages, target: Target, plan: Plan) -> Fit:
+def _fit_by_integration(
+    stages: Stages, target: Target, policy: MarginalPolicy, refine: Literal["auto"] | bool
+) -> bool:
+    """Integrate latent variables out if possible; return whether the result is set."""
+    marginal = find_normal_marginal(target, policy)
+    return marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search)
+
+
+def _fit_without_search(
+    stages: Stages, target: Target, plan: Plan, otherwise: Callable[[], bool] | None = None
+) -> Fit:
     stages.noise = stages.result.modes = stages.result.num_modes = None
     train_mean_field(stages, target)
-    return move_draws(stages, plan.chains)
+    return move_draws(stages, plan.chains, otherwise=otherwise)
 
 
 def _fit_by_search(
-    stages: Stages, target: Target, plan: Plan, refine: Literal["auto"] | bool
+    stages: Stages,
+    target: Target,
+    plan: Plan,
+    refine: Literal["auto"] | bool,
+    otherwise: Callable[[], bool] | None = None,
 ) -> Fit:
     modes, policy = None, stages.policy
     try:
@@ -438,16 +455,16 @@ def _fit_by_search(
                 "start. Cure: a model without ambiguous signs or orders, such as a positive latent "
                 "for one that enters by its square"
             )
-            return _fit_without_search(stages, target, plan)
+            return _fit_without_search(stages, target, plan, otherwise)
         seconds = math.inf if refine is False else policy.budget.training_seconds
         exact = train_exact(stages, target, modes, seconds)
         if refine is not False and not math.isfinite(exact.bound):
             if target.widen(modes.loc):  # rounding errors of large terms may make a spike
-                return _fit_by_search(stages, target, plan, refine)
+                return _fit_by_search(stages, target, plan, refine, otherwise)
             possible = target.log_prob(exact.draws).isfinite().double().mean()
             if possible < policy.choice.least_possible:
                 # The search ended in a spike, as a funnel has at scale 0: no Gaussian is near.
-                return _fit_without_search(stages, target, plan)
+                return _fit_without_search(stages, target, plan, otherwise)
         near = exact.gap < policy.choice.near
         if refine is False and not near:
             train_semi_implicit(stages, target, exact)
@@ -457,7 +474,7 @@ def _fit_by_search(
         # These weights are of new draws; those of the bound may have missed a region.
         near = correct(stages, target) > policy.correction.near and near
         if refine is True or not (near or stages.result.correction):
-            move_draws(stages, plan.chains, optional=refine is not True, modes=modes)
+            move_draws(stages, plan.chains, refine is not True, modes, otherwise)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)

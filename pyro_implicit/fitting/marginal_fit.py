@@ -60,6 +60,8 @@ def fit_marginal(
     if fault > stages.policy.marginal.max_fault:
         last.outcome = f"dropped: their log-density is off by {fault:.2g} nats"
         return False
+    # Chains of all variables may have come first.
+    result.refined = result.correction = result.modes = result.symmetries = None
     result.marginal, result.draws = found, draws
     result.num_modes, result.interrupted = found.num_modes, found.interrupted
     _add_guide(stages, draws)

@@ -291,12 +291,18 @@ def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Te
 
 
 def move_draws(
-    stages: Stages, chains: ChainPlan, optional: bool = False, modes: Modes | None = None
+    stages: Stages,
+    chains: ChainPlan,
+    optional: bool = False,
+    modes: Modes | None = None,
+    otherwise: Callable[[], bool] | None = None,
 ) -> Fit:
     """Move draws of the guide to the posterior by chains.
 
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
     :param modes: those of the search. Several modes are annealed instead.
+    :param otherwise: called if the chains end far from convergence; returns whether it has replaced
+        the result.
     """
     result, budget = stages.result, stages.policy.budget
     if optional and stages.limit.is_over():
@@ -350,7 +356,10 @@ def move_draws(
     elif not refined.settled:
         drifts = refined.drift or "too few draws to estimate their errors"
         line.outcome += f"; {drifts}"
-        if refined.drift is None or judge_chains(refined.drift) != "trust":
+        verdict = "do not trust" if refined.drift is None else judge_chains(refined.drift)
+        if verdict == "do not trust" and otherwise is not None and otherwise():
+            return result
+        if verdict != "trust":
             warn_user(
                 f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
                 + _cure(result.target, refined)

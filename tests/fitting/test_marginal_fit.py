@@ -201,3 +201,13 @@ def test_infinite_curvature_falls_back() -> None:
 
     found = fit(model, "auto", FEW, policy=SOME, **QUIET)
     assert math.isfinite(found.sample(100)["x"].abs().max())
+
+
+def test_integration_replaces_chains_that_do_not_converge() -> None:
+    """Up to a hundred latent variables, chains come first; a warning of theirs is an error here."""
+    budget = replace(FitPolicy().budget, most_gradients=4, least_gradients=4)
+    found = fit(walk, "auto", FEW, policy=FitPolicy(budget=budget), **QUIET)
+    names = [stage.name for stage in found.stages]
+    assert "R-hat" in found.stages[names.index("refine")].outcome
+    assert names.index("refine") < names.index("marginal") < names.index("draws")
+    assert found.refined is None and found.correction is None and found.symmetries is None
