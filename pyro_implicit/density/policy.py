@@ -342,9 +342,9 @@ class MarginalPolicy:
     #: Elements, at least, of other sites that are integrated out with these.
     least_added: int = 5
 
-    #: Work of a fit of the remaining variables, at most: products with the Hessian in a score, times
-    #: the square of twice their dimensions. A structural equation model takes 85 s with 16,000, and
-    #: more than 500 s with 260,000, where chains of all its 261 variables take 126 s.
+    #: Work of a fit of the remaining variables, at most: products with the Hessian in a score,
+    #: times the square of twice their dimensions. A structural equation model takes 85 to 215 s
+    #: with 16,000, and more than 500 s with 260,000; chains of all its 261 variables take 126 s.
     most_work: int = 50_000
 
     #: Elements of the integrated sites, at most: finding the structure takes a product with each

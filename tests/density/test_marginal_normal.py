@@ -410,10 +410,10 @@ def test_a_site_remains_if_all_are_normal() -> None:
 
 @pytest.mark.parametrize("change", ["few", "discrete", "wide"])
 def test_other_models_are_left_alone(change: str) -> None:
-    """Few normal variables, discrete ones, and more than thirty that remain."""
+    """Few normal variables, discrete ones, and too many that remain."""
 
     def model(y: Tensor) -> None:
-        width = 31 if change == "wide" else 2
+        width = 120 if change == "wide" else 2
         tau = pyro.sample("tau", dist.HalfNormal(1.0).expand([width]).to_event(1))
         z = pyro.sample("z", dist.Bernoulli(0.5)) if change == "discrete" else 0.0
         with pyro.plate("rows", len(y)):
@@ -421,3 +421,16 @@ def test_other_models_are_left_alone(change: str) -> None:
             pyro.sample("y", dist.Normal(x + z, 1.0), obs=y)
 
     assert find_marginal(Target(model, Y[:10] if change == "few" else Y)) is None
+
+
+def test_elements_on_which_all_others_depend_remain_if_that_is_less_work() -> None:
+    def model(y: Tensor) -> None:
+        shared = pyro.sample("shared", dist.Normal(0.0, 1.0).expand([5]).to_event(1))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            mean = x.unsqueeze(-1) + shared
+            pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y.unsqueeze(-1).expand(-1, 5))
+
+    found = find_marginal(Target(model, Y[:40]))
+    assert found is not None and found.names == ["x"] and found.work == (2 * 6 + 1) ** 2

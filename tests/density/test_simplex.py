@@ -35,7 +35,9 @@ def test_small_shares_in_single_precision() -> None:
     torch.testing.assert_close(shares.double()[large], exact[large], rtol=1e-4, atol=0.0)
     some = large.all(-1)
     assert 5 < some.sum() < 50
-    torch.testing.assert_close(bijection.inv(shares[some]).double(), points[some], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        bijection.inv(shares[some]).double(), points[some], rtol=1e-5, atol=0
+    )
 
 
 def test_density_of_a_sparse_dirichlet_in_single_precision() -> None:

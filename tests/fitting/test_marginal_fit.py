@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from pyro_implicit import fit
 from pyro_implicit.density.marginal_normal import NormalMarginal
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import MARGINAL
-from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy, auto
+from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy, auto, refinement
 from pyro_implicit.fitting.candidates import exact_guide, exact_log_weights, joint_draws
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
@@ -203,11 +204,25 @@ def test_infinite_curvature_falls_back() -> None:
     assert math.isfinite(found.sample(100)["x"].abs().max())
 
 
-def test_integration_replaces_chains_that_do_not_converge() -> None:
-    """Up to a hundred latent variables, chains come first; a warning of theirs is an error here."""
+@pytest.mark.parametrize("verdict", ["check", "do not trust"])
+def test_integration_replaces_chains_that_end_far_from_convergence(
+    verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a hundred latent variables, chains come first."""
+    monkeypatch.setattr(refinement, "judge_chains", lambda drift: verdict)
     budget = replace(FitPolicy().budget, most_gradients=4, least_gradients=4)
-    found = fit(walk, "auto", FEW, policy=FitPolicy(budget=budget), **QUIET)
+    warns = (
+        pytest.warns(UserWarning, match="chains stopped")
+        if verdict == "check"
+        else contextlib.nullcontext()
+    )
+    with warns:
+        found = fit(walk, "auto", FEW, policy=FitPolicy(budget=budget), **QUIET)
     names = [stage.name for stage in found.stages]
     assert "R-hat" in found.stages[names.index("refine")].outcome
+    if verdict == "check":
+        assert "marginal" not in names and found.refined is not None
+        return
     assert names.index("refine") < names.index("marginal") < names.index("draws")
     assert found.refined is None and found.correction is None and found.symmetries is None
+    assert found.marginal is not None and found.num_modes == 1

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.distributions.transforms import OrderedTransform
 from torch.autograd.functional import hessian, jacobian
 from torch.distributions import biject_to
 
@@ -74,6 +75,15 @@ def in_event(name):
     return model
 
 
+def ordered():
+    """Three cutpoints of each of four raters."""
+    a, b = parents()
+    with pyro.plate("raters", len(COUNTS)):
+        base = dist.Normal(a.unsqueeze(-1) * torch.arange(3.0), b.unsqueeze(-1)).to_event(1)
+        x = pyro.sample("x", dist.TransformedDistribution(base, OrderedTransform()))
+        pyro.sample("y", dist.Normal(x[..., -1], 1.0), obs=COUNTS)
+
+
 def conditional(model, **limits):
     density = Target(model)
     torch.manual_seed(0)
@@ -92,8 +102,17 @@ def log_det(walked, noise):
     [(in_plate, {}), (in_loop, {}), (in_loop, {"max_sites": 2}), (in_event, {"max_columns": 3})],
 )
 def test_the_density_is_the_models_by_change_of_variables(name, where, limits):
-    walked, points = conditional(where(name), **limits)
     own = {"x"} if where is not in_loop else {f"x_{i}" for i in range(len(COUNTS))}
+    check_change_of_variables(where(name), own, **limits)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_columns": 3}])
+def test_the_density_of_ordered_latents(limits):
+    check_change_of_variables(ordered, {"x"}, **limits)
+
+
+def check_change_of_variables(model, own, **limits):
+    walked, points = conditional(model, **limits)
     assert set(walked.reparams) == own
     noise = walked.to_points(points)
     assert not torch.allclose(noise, points, atol=0.1)
@@ -166,15 +185,15 @@ def test_constant_scales_and_fixed_priors_are_left_alone(fn):
     assert dependent_sites(density, density.init_loc) == []
 
 
-@pytest.mark.parametrize("name", ["Gamma", "Weibull"])
-def test_the_density_of_the_guide_is_that_of_its_noise(name):
-    walked, _ = conditional(in_plate(name))
-    guide = AutoConditional(in_plate(name), walked.reparams)
+@pytest.mark.parametrize("model", [in_plate("Gamma"), in_plate("Weibull"), ordered])
+def test_the_density_of_the_guide_is_that_of_its_noise(model):
+    walked, _ = conditional(model)
+    guide = AutoConditional(model, walked.reparams)
     trace = poutine.trace(guide).get_trace()
     values = {site: trace.nodes[site]["value"] for site in walked.target.shapes}
     latent = walked.target.unconstrain({n: value.unsqueeze(0) for n, value in values.items()})
     noise = walked.to_points(latent)[0]
     by_guide = guide.noise.get_posterior().log_prob(noise) - log_det(walked, noise)
-    by_model = poutine.trace(poutine.condition(in_plate(name), values)).get_trace().log_prob_sum()
+    by_model = poutine.trace(poutine.condition(model, values)).get_trace().log_prob_sum()
     to_constrained = walked.target.log_prob(latent)[0] - by_model
     assert torch.allclose(trace.log_prob_sum() + to_constrained, by_guide, atol=1e-8)

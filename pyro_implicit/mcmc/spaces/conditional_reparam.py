@@ -13,6 +13,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions.transforms import OrderedTransform
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from pyro.ops.tensor_utils import matvecmul
@@ -127,12 +128,12 @@ def transform_of(fn: Any) -> Transform | None:
 
 
 def _is_transformed(fn: Any) -> bool:
-    """Tell whether a location-scale family is mapped to an interval, as by ``LogNormal``."""
+    """Tell whether a location-scale family is mapped as its unconstrained coordinates are."""
     return (
         isinstance(fn, torch.distributions.TransformedDistribution)
         and isinstance(without_event(fn.base_dist), LOC_SCALE)
         and len(fn.transforms) == 1
-        and fn.transforms[0] in (ExpTransform(), SigmoidTransform())
+        and isinstance(fn.transforms[0], (ExpTransform, SigmoidTransform, OrderedTransform))
     )
 
 
@@ -166,8 +167,8 @@ class ConditionalReparam(Reparam):
     A vector with a precision matrix P, a Gaussian Markov field, is written in the same way without
     factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a latent with bounds, x is
     its unconstrained value: the logarithm of a log-normal latent, the logit of a logit-normal one
-    (``TransformedDistribution`` with ``SigmoidTransform``), and for other families see
-    ``Unconstrained``.
+    (``TransformedDistribution`` with ``SigmoidTransform``), the logarithms of the differences of
+    ordered latents (``OrderedTransform``), and for other families see ``Unconstrained``.
 
     **Example:**
 
@@ -309,10 +310,11 @@ class _Bounded(_Scalar):
         self, fn: Any, precision: Tensor, information: Tensor, transform: Transform
     ) -> None:
         super().__init__(fn, precision, information)
-        self.transform = transform
+        self.transform, self.event_dim = transform, transform.domain.event_dim
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value, log_density, log_det = super().to_value(noise)
+        value, *logs = super().to_value(noise)
+        log_density, log_det = (sum_rightmost(one, self.event_dim) for one in logs)
         found = self.transform(value)
         return found, log_density, log_det + self.transform.log_abs_det_jacobian(value, found)
 
