@@ -505,7 +505,7 @@ def _tolerance(dtype: torch.dtype, policy: MarginalPolicy) -> float:
 
 def _is_usable(found: NormalMarginal, starts: Tensor) -> bool:
     policy, size = found.policy, found.num_integrated
-    if size > policy.most_integrated:
+    if found.dim > policy.most_remaining or size > policy.most_integrated:
         return False
     rest = starts[:, found._rest_index].to(found._centre)
     found._choose_coordinates(rest)

@@ -342,6 +342,9 @@ class MarginalPolicy:
     #: Elements, at least, of other sites that are integrated out with these.
     least_added: int = 5
 
+    #: Unconstrained coordinates that remain, at most, as points are drawn in all of them.
+    most_remaining: int = 40
+
     #: Work of a fit of the remaining variables, at most: products with the Hessian in a score,
     #: times the square of twice their dimensions. A structural equation model takes 85 to 215 s
     #: with 16,000, and more than 500 s with 260,000; chains of all its 261 variables take 126 s.
