@@ -143,6 +143,7 @@ class Queue:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 pass_fds=[lock.fileno()],
             )  # fmt: skip
+            _keep_niceness(process.pid)
             lock.write(f"process {process.pid}, row '{row.name}'")
             lock.flush()
             say(f"{row.name}: process {process.pid}, {before:.2f} CPU hours spent before")
@@ -194,6 +195,18 @@ class Queue:
 
 def say(text: str) -> None:
     print(time.strftime("%Y-%m-%d %H:%M"), text, flush=True)
+
+
+def _keep_niceness(pid: int) -> None:
+    """Give a process that leads a session of its own the niceness of this one.
+
+    Linux may schedule sessions as groups, and then niceness only counts within each of them.
+    """
+    file = Path(f"/proc/{pid}/autogroup")
+    try:
+        file.write_text(str(os.nice(0)))
+    except OSError:  # no such groups, or a process that has just ended
+        pass
 
 
 def _cpu_seconds(pid: int) -> float:

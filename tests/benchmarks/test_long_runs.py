@@ -121,6 +121,20 @@ def test_once_runs_one_row(tmp_path):
     assert [one["name"] for one in results(tmp_path)] == ["b"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="a matter of Linux")
+def test_a_row_keeps_the_niceness_of_its_queue():
+    code = "import os, sys; from benchmarks.long_runs import _keep_niceness; os.nice(7); "
+    code += "_keep_niceness(int(sys.argv[1]))"
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as row:
+        try:
+            file = Path(f"/proc/{row.pid}/autogroup")
+            assert file.read_text().endswith("nice 0\n")
+            subprocess.run([sys.executable, "-c", code, str(row.pid)], check=True, cwd=ROOT)
+            assert file.read_text().endswith("nice 7\n")
+        finally:
+            row.kill()
+
+
 def test_a_row_that_fails_is_passed_over(tmp_path, capsys):
     bad = Row("bad", ("-c", "raise SystemExit(3)"), 0.1, 9.0, str(tmp_path / "no.jsonl"), ({},))
     main(arguments(tmp_path), [bad, counter(tmp_path, "good", 1)])
