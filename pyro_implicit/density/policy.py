@@ -331,8 +331,8 @@ class GroupPolicy:
 class MarginalPolicy:
     """When latent variables are integrated out, given the others, in closed form."""
 
-    #: Latent variables up to which none are integrated out: models of the zoo with 34 to 52 take
-    #: 2.5 to 4.6 times as long if they are.
+    #: Latent variables up to which none are integrated out, unless chains of all do not converge:
+    #: models of the zoo with 34 to 52 take 2.5 to 4.6 times as long if they are.
     least_latents: int = MAX_DENSE_DIM
 
     #: Elements of the largest integrated sites, at least, those of one loop together: with fewer,
