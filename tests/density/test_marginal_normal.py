@@ -432,5 +432,8 @@ def test_elements_on_which_all_others_depend_remain_if_that_is_less_work() -> No
             mean = x.unsqueeze(-1) + shared
             pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y.unsqueeze(-1).expand(-1, 5))
 
-    found = find_marginal(Target(model, Y[:40]))
+    target = Target(model, Y[:40])
+    found = find_marginal(target)
     assert found is not None and found.names == ["x"] and found.work == (2 * 6 + 1) ** 2
+    little = replace(MARGINAL, least_latents=0, most_work=found.work - 1)
+    assert module.find_normal_marginal(target, little) is None

@@ -40,6 +40,11 @@ def test_small_shares_in_single_precision() -> None:
     )
 
 
+def test_shares_of_zero_have_finite_coordinates() -> None:
+    found = StickBreaking().inv(torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
+    assert found.isfinite().all()
+
+
 def test_density_of_a_sparse_dirichlet_in_single_precision() -> None:
     def model(like: Tensor) -> None:
         pyro.sample("p", dist.Dirichlet(like.new_full((2, 5), 0.1)).to_event(1))
@@ -50,5 +55,7 @@ def test_density_of_a_sparse_dirichlet_in_single_precision() -> None:
     found, expected = single.score(points.float()), double.score(points)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-4)
+    far = 200.0 * points.float()
+    assert single.score(far)[0].isfinite().all() and single.score(far)[1].isfinite().all()
     again = single.unconstrain(single.constrain(points.float()))
     torch.testing.assert_close(again.double(), points, rtol=1e-4, atol=1e-4)
