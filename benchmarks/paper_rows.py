@@ -176,7 +176,7 @@ ROWS = [
         )
         if seed == 0 or encoder not in ("sivi", "uivi")
     ),
-    # Importance-weighted bounds of five draws: how much the decoder gains by any better encoder.
+    # Importance-weighted bounds of five draws, which correct a part of the encoder's shape.
     *(
         autoencoder(encoder, latents, hidden, hours, 2.0, seed, draws=5)
         for seed in range(3)

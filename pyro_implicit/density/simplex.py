@@ -18,10 +18,12 @@ class StickBreaking(StickBreakingTransform):
 
     .. math:: y_k = z_k \prod_{j < k} (1 - z_j), \qquad z_k = \sigma(x_k - \log(K - k)),
 
-    for :math:`k < K` shares; the last one is what remains. Torch computes :math:`1 - z_j`, and in
-    the inverse one minus a sum. In float32, what remains is then no less than about 1e-7, and the
-    tails of small shares, as of a Dirichlet with concentrations below one, are cut off. Here it is
-    a product of :math:`\sigma(-\cdot)` and a sum of the later shares.
+    for :math:`k < K` of K shares; the last share is the remainder. Coordinates are
+    ``(*batch, K - 1)``, shares ``(*batch, K)``. Torch computes :math:`1 - z_j`, and the inverse by
+    one minus a sum. In float32, the remainder is then at least about 1e-7, which cuts the tails of
+    small shares off, such as those of a Dirichlet with concentrations below one. Here the remainder
+    is a product of :math:`\sigma(-\cdot)`, and a sum of the later shares in the inverse. Torch's
+    log-determinant is accurate for accurate shares.
 
     **Example:**
 
@@ -35,20 +37,15 @@ class StickBreaking(StickBreakingTransform):
 
     def _call(self, x: Tensor) -> Tensor:
         ratio = x - _offset(x)
-        shares = (pad(logsigmoid(ratio), [0, 1]) + _log_rest(ratio)).exp()
+        before = pad(logsigmoid(-ratio).cumsum(-1), [1, 0])  # what remains before each share
+        shares = (pad(logsigmoid(ratio), [0, 1]) + before).exp()
         return shares.clamp(min=torch.finfo(x.dtype).tiny)
 
     def _inverse(self, y: Tensor) -> Tensor:
         y = y.clamp(min=torch.finfo(y.dtype).tiny)
         rest = y.flip(-1).cumsum(-1).flip(-1)[..., 1:]
-        x = y[..., :-1].log() - rest.log()
-        return x + _offset(x)
-
-    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the log-determinant, ``(*batch,)``."""
-        ratio = x - _offset(x)
-        terms = logsigmoid(ratio) + logsigmoid(-ratio) + _log_rest(ratio)[..., :-1]
-        return terms.sum(-1)
+        ratio = y[..., :-1].log() - rest.log()
+        return ratio + _offset(ratio)
 
 
 def with_small_shares(transform: Any) -> Any:
@@ -64,8 +61,3 @@ def with_small_shares(transform: Any) -> Any:
 def _offset(x: Tensor) -> Tensor:
     """Return the logarithms of the numbers of later shares, which make x = 0 the even shares."""
     return torch.arange(x.shape[-1], 0, -1, dtype=x.dtype, device=x.device).log()
-
-
-def _log_rest(ratio: Tensor) -> Tensor:
-    """Return the logarithm of what remains before each share."""
-    return pad(logsigmoid(-ratio).cumsum(-1), [1, 0])

@@ -474,7 +474,9 @@ def _fit_by_search(
         # These weights are of new draws; those of the bound may have missed a region.
         near = correct(stages, target) > policy.correction.near and near
         if refine is True or not (near or stages.result.correction):
-            move_draws(stages, plan.chains, refine is not True, modes, otherwise)
+            move_draws(
+                stages, plan.chains, optional=refine is not True, modes=modes, otherwise=otherwise
+            )
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)

@@ -62,6 +62,7 @@ def fit_marginal(
         return False
     # Chains of all variables may have come first.
     result.refined = result.correction = result.modes = result.symmetries = None
+    result.bounds, result.losses = {}, []
     result.marginal, result.draws = found, draws
     result.num_modes, result.interrupted = found.num_modes, found.interrupted
     _add_guide(stages, draws)

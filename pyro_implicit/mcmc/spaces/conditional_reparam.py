@@ -167,8 +167,9 @@ class ConditionalReparam(Reparam):
     A vector with a precision matrix P, a Gaussian Markov field, is written in the same way without
     factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a latent with bounds, x is
     its unconstrained value: the logarithm of a log-normal latent, the logit of a logit-normal one
-    (``TransformedDistribution`` with ``SigmoidTransform``), the logarithms of the differences of
-    ordered latents (``OrderedTransform``), and for other families see ``Unconstrained``.
+    (``TransformedDistribution`` with ``SigmoidTransform``), the first element of an ordered
+    vector and the logarithms of its differences (``OrderedTransform``), and for other families see
+    ``Unconstrained``.
 
     **Example:**
 
