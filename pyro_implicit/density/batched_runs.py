@@ -190,6 +190,12 @@ class BatchedRuns:
                 elif not self._fresh_are_batched and writes_to_unbatched(error):
                     self._fresh_are_batched = True
                     todo.append(group)
+                elif not (finite := _are_finite(some.values)).all():
+                    # An overflow, which becomes an index, for instance, fails for all runs.
+                    finite = finite.cpu()
+                    todo += [group[finite]] if finite.any() else []
+                    self.error = error.with_traceback(None)
+                    done += [(row.reshape(1), None) for row in group[~finite]]
                 else:
                     parts = [self._one(task, row) for row in group]
                     if all(part is not None for _, part in parts):
@@ -306,6 +312,11 @@ def _perturbed(values: Values, seed: int) -> Values:
             value = value * (1 + torch.finfo(value.dtype).eps * signs)
         moved[name] = value
     return moved
+
+
+def _are_finite(values: Values) -> Tensor:
+    """Return for each run whether all its values are finite."""
+    return torch.stack([v.isfinite().reshape(len(v), -1).all(1) for v in values.values()]).all(0)
 
 
 def _total(tree: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -293,11 +294,16 @@ class TracedScore:
         key = _key(latent)
         program, is_due = programs.find(key)
         if program is not None and not is_due:
-            log_prob, score = program([latent])
-            return log_prob, score
+            with suppress(IndexError):  # of an overflow, which the plain score leaves out
+                log_prob, score = program([latent])
+                return log_prob, score
+            return self.plain(latent)
         found = self.plain(latent)
         if program is not None:
-            own = program([latent])
+            try:
+                own = program([latent])
+            except IndexError:
+                return found
             if difference := disagreement(own, found):
                 cause = f"a recording disagrees with it: {difference}"
                 programs.give_up("the log-density", cause, is_wrong=True)

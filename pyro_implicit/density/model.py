@@ -53,7 +53,7 @@ __all__ = [
 Values = dict[str, Tensor]
 
 #: The errors that a model raises where the values of its latent variables are impossible.
-IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError, AssertionError)
+IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError, AssertionError, IndexError)
 
 
 class SubsampledError(ValueError):

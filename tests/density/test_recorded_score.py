@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import Tensor
 
 from pyro_implicit.compiled import CompilerError
 from pyro_implicit.density.cost import TracedScore
@@ -208,3 +210,29 @@ def test_calls_that_compare_return_what_the_others_do():
     assert not expected[1].equal(score.plain(latent)[1])
     for _ in range(8):
         assert_equal(score(latent), expected)
+
+
+def table_model(table: Tensor) -> None:
+    """Interpolate in a table, whose index of an infinite value raises an error."""
+    rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
+    place = (rate - 0 * rate).clamp(0.0, len(table) - 1.5)  # NaN if the rate is infinite
+    index = place.detach().floor().long()
+    pyro.sample("y", dist.Normal(table[index + 1] * (place - index), 1.0), obs=torch.tensor(1.0))
+
+
+def test_an_overflow_that_becomes_an_index_has_density_0(monkeypatch: Any) -> None:
+    """Plain, recorded, and when a recording is compared; the other runs remain in one batch."""
+    target = Target(table_model, torch.arange(5.0))
+    score = TracedScore(target.score)
+    points = torch.tensor([[-0.5], [0.3], [0.7]])
+    far = points.clone()
+    far[1] = 1000.0
+    expected = [score(points)[k][[0, 2]] for k in (0, 1)]
+    monkeypatch.setattr(target._runs, "_one", None)
+    for call in range(10):
+        log_prob, gradient = score(far if call % 3 else points)
+        torch.testing.assert_close(log_prob[[0, 2]], expected[0])
+        torch.testing.assert_close(gradient[[0, 2]], expected[1])
+        if call % 3:
+            assert log_prob[1] == -torch.inf and gradient[1] == 0
+    assert score.refusal is None
