@@ -48,7 +48,6 @@ from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
     Plan,
-    between,
     correct,
     make_plan,
     move_draws,
@@ -56,6 +55,7 @@ from pyro_implicit.fitting.refinement import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
+from pyro_implicit.fitting.starts import between
 from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.fitting.turns import middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import (
-    finite_log_prob,
     harmful_rounding,
     widen_if_rounded,
 )
@@ -32,9 +31,10 @@ from pyro_implicit.fitting.candidates import (
     set_up,
 )
 from pyro_implicit.fitting.parameters import model_parameters
-from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
+from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
+from pyro_implicit.fitting.starts import best_of_race, between, first_scales
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.affine_frame import normal_moments
@@ -47,7 +47,6 @@ from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
-from pyro_implicit.nn import start_values
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
@@ -195,14 +194,18 @@ def _match(stages: Stages, target: Target, before: LogWeights) -> LogWeights | N
 def train_mean_field(stages: Stages, target: Target) -> Fit:
     """Train a mean-field guide of many latent variables, from which chains start."""
     policy, budget = stages.policy.training, stages.policy.budget
-    start = between(target, stages.policy.start)
+    limits, parameters, note = stages.policy.start, model_parameters(target), ""
+    start = between(target, limits)
     lr = policy.mean_field_lr_factor * stages.lr
-    scale, rate = first_scales(target, start, lr, stages.policy.start)
+    scale, rate = first_scales(target, start, lr, limits)
+    if target.is_vectorized and not parameters:
+        seconds = min(limits.race_seconds, stages.limit.left(limits.race_share))
+        start, note = best_of_race(target, start, scale, rate, seconds, limits)
+        scale, rate = first_scales(target, start, lr, limits)
     guide = mean_field_guide(stages.model, target, start, init_scale=scale)
     particles = min(stages.num_particles, policy.few_particles)
     loss: Trace_ELBO = ImplicitELBO(particles, nonfinite="skip")
     steps = stages.steps_for(guide, loss, budget.training_seconds)
-    parameters = model_parameters(target)
     if target.is_vectorized and not parameters:
         loss = _MeanFieldELBO(target, particles, steps, stages.options["compile"])
     result = stages.train_alone(
@@ -213,6 +216,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         num_steps=min(policy.mean_field_steps, steps),
         lr_factor=rate / stages.lr,
     )
+    result.stages[-1].outcome += note
     if parameters:
         names = ", ".join(f"`{name}`" for name in parameters)
         result.stages[-1].outcome += f"; its ELBO, not the evidence, determines {names}"
@@ -238,56 +242,6 @@ class _MeanFieldELBO(Trace_ELBO):
         log_prob = self._score.log_prob(points)
         entropy = scale.log().sum() + 0.5 * len(loc) * math.log(2 * math.pi * math.e)
         return -log_prob[log_prob.isfinite()].mean() - entropy
-
-
-def first_scales(
-    target: Target, values: dict[str, Tensor], lr: float, policy: StartPolicy = DEFAULT.start
-) -> tuple[float, float]:
-    """Return a mean field's initial standard deviation, and a learning rate, that are small enough.
-
-    Draws must not be far less probable than their centre, nor must the point that one step of Adam
-    reaches. In a random walk of thousands of steps, the changes of all steps add up.
-
-    :param values: the centre, constrained, by site.
-    :param lr: the largest learning rate.
-    :param policy: the factors to try, and the nats of an acceptable fall.
-    :returns: the scale and the learning rate.
-    """
-    centre = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
-    shape = policy.num_draws, target.latent_dim
-    stream = torch.Generator("cpu").manual_seed(0)  # the caller's does not advance
-    noise = torch.randn(shape, generator=stream, device="cpu").to(centre)
-    step = target.score(centre)[1].sign().nan_to_num(0.0)
-    least = finite_log_prob(target, centre) - policy.max_fall * target.latent_dim
-
-    def first(largest: float, directions: Tensor) -> float:
-        for factor in policy.factors:
-            if finite_log_prob(target, centre + factor * largest * directions).median() >= least:
-                break
-        return factor * largest
-
-    return first(policy.scale, noise), first(lr, step)
-
-
-def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Tensor]:
-    """Return initial values between the prior's medians and one of its draws.
-
-    Weights of a network that are equal stay equal, and a draw of their prior is much too large. The
-    values of a module's own weights are better, if the model has them. An extreme start (the median
-    of ``InverseGamma(0.001, 0.001)`` is about 1e35) is moved towards the origin of unconstrained
-    space.
-    """
-    drawn = target.sample_prior(1)
-    step = policy.spread * (drawn[0] - target.init_loc) if len(drawn) else 0.0
-    shares = torch.tensor(policy.shares).to(target.init_loc).unsqueeze(-1)
-    starts = shares * (target.init_loc + step)
-    heights = finite_log_prob(target, starts)
-    accepted = heights > heights.max() - policy.max_fall * target.latent_dim
-    values = target.constrain(starts[int(accepted.to(torch.uint8).argmax())])
-    if isinstance(target.model, nn.Module):
-        known = start_values(target.model)
-        values |= {name: known[name] for name in values.keys() & known.keys()}
-    return values
 
 
 def move_draws(

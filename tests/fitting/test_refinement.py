@@ -23,7 +23,6 @@ from pyro_implicit.density import Target, cost
 from pyro_implicit.density.policy import ROUNDING
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
 from pyro_implicit.fitting.policy import TrainingPolicy
-from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.mcmc.refine import refine_target
@@ -346,52 +345,9 @@ def test_a_hierarchy_next_to_discrete_latents_is_refined_in_its_noise():
     assert set(result.guide()) >= {"mean", "scale", "x"}
 
 
-def test_a_start_that_training_would_not_leave_is_moved():
-    y = torch.tensor([0.3, -0.2, 0.1])
-
-    def model(prior):
-        sigma = pyro.sample("sigma", prior)
-        with pyro.plate("rows", 3):
-            pyro.sample("y", dist.Normal(0.0, sigma), obs=y)
-
-    density = Target(model, dist.InverseGamma(0.001, 0.001))
-    assert density.init_loc > 50  # the logarithm of the median
-    assert between(density)["sigma"] < 1e6
-    density = Target(model, dist.LogNormal(1.0, 0.1))
-    pyro.set_rng_seed(0)
-    drawn = density.sample_prior(1)[0]
-    pyro.set_rng_seed(0)
-    expected = density.init_loc + 0.3 * (drawn - density.init_loc)
-    torch.testing.assert_close(between(density)["sigma"], expected.exp().squeeze())
-
-
 def summed(y, sd):
     x = pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
     pyro.sample("y", dist.Normal(x.sum(), sd), obs=y)
-
-
-@pytest.mark.parametrize(
-    ("y", "sd", "scale", "rate"),
-    [
-        (0.01, 10.0, 0.1, 0.05),
-        (0.01, 0.1, 0.1, 0.015),
-        (0.01, 0.01, 0.03, 0.0015),
-        (4.0, 0.1, 0.1, 0.05),
-    ],
-)
-def test_scales_at_which_a_sum_stays_probable(y, sd, scale, rate):
-    """A step of ``lr`` adds ``100 * lr`` to the sum, draws add a Normal of sd ``10 * scale``.
-
-    The squared distance to y over ``2 * sd**2`` must not grow by more than the limit, 10 nats per
-    latent variable. Near y the first step overshoots; it is right if y is 4.
-    """
-    target = Target(summed, torch.tensor(y), sd)
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    found = refinement.first_scales(target, {"x": torch.zeros(100)}, 0.05)
-    assert found == (pytest.approx(scale), pytest.approx(rate))
-    assert torch.equal(torch.rand(1), expected)
 
 
 def random_walk(y):

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initial values of mean fields: where they start, how wide, and the best of several starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import fit
+from pyro_implicit.density import Target
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy
+from pyro_implicit.fitting.policy import DEFAULT
+from pyro_implicit.fitting.starts import best_of_race, between, first_scales
+
+SIZE = 101
+
+
+def test_a_start_that_training_would_not_leave_is_moved():
+    y = torch.tensor([0.3, -0.2, 0.1])
+
+    def model(prior):
+        sigma = pyro.sample("sigma", prior)
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(0.0, sigma), obs=y)
+
+    density = Target(model, dist.InverseGamma(0.001, 0.001))
+    assert density.init_loc > 50  # the logarithm of the median
+    assert between(density)["sigma"] < 1e6
+    density = Target(model, dist.LogNormal(1.0, 0.1))
+    pyro.set_rng_seed(0)
+    drawn = density.sample_prior(1)[0]
+    pyro.set_rng_seed(0)
+    expected = density.init_loc + 0.3 * (drawn - density.init_loc)
+    torch.testing.assert_close(between(density)["sigma"], expected.exp().squeeze())
+
+
+def summed(y, sd):
+    x = pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(x.sum(), sd), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("y", "sd", "scale", "rate"),
+    [
+        (0.01, 10.0, 0.1, 0.05),
+        (0.01, 0.1, 0.1, 0.015),
+        (0.01, 0.01, 0.03, 0.0015),
+        (4.0, 0.1, 0.1, 0.05),
+    ],
+)
+def test_scales_at_which_a_sum_stays_probable(y, sd, scale, rate):
+    """A step of ``lr`` adds ``100 * lr`` to the sum, draws add a Normal of sd ``10 * scale``.
+
+    The squared distance to y over ``2 * sd**2`` must not grow by more than the limit, 10 nats per
+    latent variable. Near y the first step overshoots; it is right if y is 4.
+    """
+    target = Target(summed, torch.tensor(y), sd)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    found = first_scales(target, {"x": torch.zeros(100)}, 0.05)
+    assert found == (pytest.approx(scale), pytest.approx(rate))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def two_modes() -> None:
+    """Two normal modes at -1 and 1, the second 40 nats higher in its evidence."""
+    x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), (SIZE,)))
+    low, high = (dist.Normal(loc, 0.2).to_event(1).log_prob(x.expand(SIZE)) for loc in LOCS)
+    pyro.factor("data", torch.logaddexp(low, high + 40.0))
+
+
+LOCS = torch.tensor([-1.0, 1.0]).unsqueeze(-1).expand(2, SIZE)
+
+
+def test_the_best_of_several_starts_is_in_the_higher_mode(double: None) -> None:
+    """Its ELBO is near the log evidence, because the mode is normal; Adam still moves around it."""
+    target = Target(two_modes)
+    target.log_prob(torch.zeros(2, SIZE))
+    start = {"x": torch.full((SIZE,), -1.0)}
+    values, note = best_of_race(target, start, 0.1, 0.02, 100.0)
+    assert (values["x"] - 1.0).abs().max() < 0.5
+    best, median = map(float, re.findall(r"(?:of|all:) (-?\d+)", note.partition("starts")[2]))
+    assert best == pytest.approx(40.0, abs=8.0) and median <= best
+    alone = replace(DEFAULT.start, num_raced=1)
+    values, note = best_of_race(target, start, 0.1, 0.02, 100.0, alone)
+    assert (values["x"] + 1.0).abs().max() < 0.5
+    assert float(re.findall(r"of (-?\d+) after", note)[0]) == pytest.approx(0.0, abs=8.0)
+    assert best_of_race(target, start, 0.1, 0.05, 0.0) == (start, "")
+
+
+@pytest.mark.parametrize("num_raced", [1, 16])
+def test_chains_of_many_latent_variables_start_in_the_higher_mode(num_raced: int) -> None:
+    """With this seed, one start alone ends in the lower mode."""
+    budget = BudgetPolicy(most_gradients=4, least_gradients=4, patient_seconds=0.0)
+    policy = FitPolicy(budget=budget, start=replace(DEFAULT.start, num_raced=num_raced))
+    with pytest.warns(UserWarning, match="chains stopped"):
+        found = fit(two_modes, policy=policy, seed=7, num_steps=100, progress=False)
+    assert f"the best of {num_raced} starts" in found.stages[0].outcome
+    assert ((found.guide.median()["x"] > 0) == (num_raced == 16)).all()
