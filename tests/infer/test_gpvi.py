@@ -292,7 +292,7 @@ SMALL_HELPER = {
 
 @pytest.mark.parametrize("options", [{}, SMALL_HELPER])
 def test_finds_a_gaussian_roughly(options):
-    check_finds_a_gaussian_roughly(GPVI_ELBO(20, **options))
+    check_finds_a_gaussian_roughly(GPVI_ELBO(20, **options, compile="trace"))
 
 
 def test_arguments_and_refusals():
