@@ -175,8 +175,9 @@ def test_parts_of_one_mode_are_joined_and_separate_modes_are_not(dim, gap):
 
 
 def test_seeds_repeat_and_quantities_decide():
-    model = four()
-    first, again = (quick(model, guide={"x": CORNERS}, seed=3) for _ in range(2))
+    model, policy = four(), ChainPolicy(tempering=TemperingPolicy(num_particles=64, max_error=1.0))
+    options = {"guide": {"x": CORNERS}, "seed": 3, "policy": policy}
+    first, again = (quick(model, **options) for _ in range(2))
     assert torch.equal(first.get_samples()["x"], again.get_samples()["x"])
     with pytest.raises(ValueError, match="quantities gave"):
         quick(model, guide={"x": CORNERS}, quantities=lambda draws: draws["x"].mean())
