@@ -516,7 +516,8 @@ def test_a_search_that_ends_in_a_spike(monkeypatch):
     monkeypatch.setattr(stages, "weigh", useless)
     y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     scales = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-    policy = FitPolicy(training=TrainingPolicy(mean_field_steps=300))
+    budget, training = BudgetPolicy(search_seconds=2.0), TrainingPolicy(mean_field_steps=300)
+    policy = FitPolicy(budget=budget, training=training)
     result = fit(schools, "auto", y, scales, policy=policy, **QUIET)
     names = [stage.name for stage in result.stages]
     assert names[-3:] == ["mean-field", "refine", "teach"]
@@ -602,7 +603,7 @@ def test_too_many_modes_are_not_weighed():
     budget = BudgetPolicy(
         most_modes=3, least_gradients=300, most_gradients=300, patience=1, patient_seconds=0.0
     )
-    policy = FitPolicy(budget=budget)
+    policy = FitPolicy(budget=budget, training=TrainingPolicy(mean_field_steps=200))
     with pytest.warns(
         UserWarning, match="the search found 5 separate modes.*Cure: a model without"
     ):
