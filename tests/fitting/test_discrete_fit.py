@@ -82,7 +82,7 @@ def test_data_that_no_draw_of_the_prior_allows():
 
 
 def test_results_with_summed_elements(summed, tmp_path):
-    found = summed.diagnose(num_transitions=4)
+    found = summed.diagnose(num_transitions=2)
     assert found.verdict == "trust"
     assert "Stein's identities  means off by 0.0" in str(found) and "skipped" not in str(found)
     summed.save(tmp_path / "fit.pt")
