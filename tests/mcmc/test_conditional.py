@@ -856,7 +856,7 @@ def test_killed_chains_go_on(tmp_path, monkeypatch, kind):
         guide = {"tau": tau, "beta": tau.unsqueeze(-1) * torch.randn(16, 16)}
 
     def run(**options):
-        number = 150 if kind == "learns" else 80
+        number = 80 if kind == "near" else 150
         options |= {"num_chains": 16, "max_gradients": number, "seed": 0, "progress": False}
         return refine(model, guide, **options)
 
