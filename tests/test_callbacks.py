@@ -16,10 +16,13 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, diagnose, fit, refine
 from pyro_implicit.callbacks import Callback, LivePlot, TensorBoard
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, train
+from pyro_implicit.fitting import BudgetPolicy, ChoicePolicy, FitPolicy, Schedule, train
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine_by_minibatches, teach
 from pyro_implicit.runtime.progress import watching
+
+#: Bounds of candidates are expensive, and their values do not matter here.
+FEW = FitPolicy(choice=ChoicePolicy(num_weighed=100))
 
 
 def model():
@@ -94,7 +97,8 @@ def test_train_reports_every_loss_and_ends_at_a_step():
 
 def test_the_search_ends_in_its_first_round():
     record = Record(last=2)
-    found = fit(model, seed=0, num_steps=5, refine=False, callbacks=[record], progress=False)
+    options = {"callbacks": [record], "policy": FEW, "progress": False}
+    found = fit(model, seed=0, num_steps=5, refine=False, **options)
     assert record.counts["search"] == 2 and found.num_modes >= 1
 
 
@@ -156,7 +160,7 @@ def test_a_callback_may_use_the_library():
         found = None
 
         def on_stage(self, stage):
-            fit(model, seed=1, num_steps=2, refine=False, progress=False)
+            fit(model, seed=1, num_steps=2, refine=False, policy=FEW, progress=False)
             self.found = diagnose(model, AutoNormal(model), num_samples=100, progress=False)
 
     look, record = Look(), Record()
@@ -173,7 +177,7 @@ def test_other_objects_are_refused():
 
 def test_stages_are_logged(caplog):
     with caplog.at_level(logging.INFO, "pyro_implicit"):
-        fit(model, seed=0, num_steps=5, refine=False, progress=False)
+        fit(model, seed=0, num_steps=5, refine=False, policy=FEW, progress=False)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("search: ") and "best ELBO" in lines[0]
 

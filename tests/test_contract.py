@@ -382,8 +382,9 @@ def test_float64_comes_from_the_model(guide_name, elbo_name):
         assert param.dtype == torch.float64, name
 
 
-@pairs
+@some_pairs
 def test_elbo_module_with_torch_optimiser(guide_name, elbo_name):
+    """Each guide and each ELBO once: all pairs have the losses of ``SVI``, tested above."""
     with pyro.settings.context(module_local_params=True):
         model, guide, elbo = make(guide_name, elbo_name)
         pair = elbo(model, guide)

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 import math
+from dataclasses import replace
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -26,9 +29,11 @@ from pyro_implicit import (
     diagnose,
     evidence_bound,
     fit,
+    refine,
 )
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.compiled.replay import _Replay
+from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
@@ -248,8 +253,16 @@ def test_fit(device, tmp_path):
         assert len(given.losses) == 2
 
 
-def test_all_of_a_result_on_the_default_device(device):
+def test_all_of_a_result_on_the_default_device(device, monkeypatch):
     """The caller's default device also applies to tensors that the library must keep on the CPU."""
+    few = replace(DECISIONS, num_draws=200, most_draws=200, evidence_chains=16)
+    comparison, evidence = (
+        importlib.import_module(f"pyro_implicit.fitting.{name}")
+        for name in ("model_comparison", "log_evidence")
+    )
+    monkeypatch.setattr(comparison, "DECISIONS", few)
+    monkeypatch.setattr(evidence, "DECISIONS", few)
+    monkeypatch.setattr(evidence, "refine", partial(refine, max_gradients=100))
     with torch.device(device):
         y = torch.linspace(-1, 1, 5)
 

@@ -19,6 +19,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
+from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy, SimulatorPolicy
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.runtime.sites import is_discrete_latent
@@ -30,9 +31,14 @@ SHORT = replace(
         FitPolicy().budget, most_chains=32, most_gradients=300, least_gradients=300, patience=1,
         patient_seconds=0.0,
     ),
-    hierarchy=HierarchyPolicy(num_pilot=50, num_starts=2, search_rounds=1),
+    choice=replace(FitPolicy().choice, num_weighed=100),
+    correction=replace(FitPolicy().correction, num_weighed=100),
+    hierarchy=HierarchyPolicy(
+        num_pilot=50, num_starts=2, search_rounds=1, num_weighed=(32, 64), num_draws=64
+    ),
     integration=replace(
-        FitPolicy().integration, num_draws=1024, weigh_seconds=1e-3, search_seconds=1e-3
+        FitPolicy().integration, num_draws=128, least_draws=128, least_weighed=100,
+        weigh_seconds=1e-3, search_seconds=1e-3,
     ),
 )  # fmt: skip
 GALLERY = ROOT / "docs" / "gallery"
@@ -71,7 +77,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     def patch(owner: Any, name: str, **budget: Any) -> None:
         monkeypatch.setattr(owner, name, within(getattr(owner, name), **budget))
 
-    quick = {"num_samples": 460, "num_transitions": 0, "modes": None}
+    quick = {"num_samples": 150, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(pyro_implicit, "fit", fit_something)
     monkeypatch.setattr(Fit, "_fit", staticmethod(fit_something))
     monkeypatch.setattr(importlib.import_module("pyro_implicit.sklearn"), "fit", fit_something)
@@ -79,6 +85,10 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
     patch(pyro_implicit, "diagnose", **quick)
     patch(pyro_implicit, "compare_models", max_seconds=0.01, evidence=False)
+    few_draws = replace(DECISIONS, num_draws=400, most_draws=400, repair_chains=16)
+    for name in ("fitting.model_comparison", "decisions.leave_one_out"):
+        module = importlib.import_module(f"pyro_implicit.{name}")
+        monkeypatch.setattr(module, "DECISIONS", few_draws)
     few = SimulatorPolicy(num_networks=1, num_steps=5)
     patch(pyro_implicit, "fit_simulator", num_simulations=200, policy=few)
     monkeypatch.setattr(

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,9 @@ def test_version_is_told_once() -> None:
     assert citation is not None and citation[1] == pyro_implicit.__version__
 
 
-def test_readme_code_runs() -> None:
-    """The Python blocks of the README form one program; here with few steps."""
+def test_readme_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python blocks of the README form one program; here with few steps and draws."""
+    monkeypatch.setattr(pyro_implicit, "diagnose", partial(pyro_implicit.diagnose, num_samples=200))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     program = "".join(blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def test_the_exact_correlation_of_the_logistic_posterior():
     assert correlation.item() == pytest.approx(implicit_toys.LOGISTIC_CORRELATION, abs=5e-4)
 
 
-def test_script(tmp_path, capsys):
+def test_script(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(implicit_toys, "NUTS", partial(implicit_toys.NUTS, max_tree_depth=3))
     out = tmp_path / "toys.jsonl"
     out.write_text('{"toy": "mixture", "method": "old"}\n')
     arguments = "--seeds 1 --steps 2 --draws 100 --nuts-draws 8".split()

@@ -19,7 +19,7 @@ from benchmarks.long_runs import ROOT, Queue, Row, main, parser
 from benchmarks.networks import lenet, open_category
 from benchmarks.paper_rows import ROWS
 
-STEPS = 60
+STEPS = 40
 # Adds random numbers, with a checkpoint in each step.
 COUNTER = """
 import json, os, pathlib, random, sys, time

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -66,7 +67,9 @@ def test_ratios():
     assert found["per_second"] == 15.0 and found["per_second_trained"] == 5.0
 
 
-def test_script(no_search, data_dir, tmp_path, capsys):
+def test_script(no_search, data_dir, tmp_path, capsys, monkeypatch):
+    short = partial(noise_space_nuts.NUTS, max_tree_depth=2)
+    monkeypatch.setattr(noise_space_nuts, "NUTS", short)
     out = tmp_path / "out.jsonl"
     methods = ["NUTS", "noise space, gated"]
     words = "--seeds 1 --steps 2 --particles 4 --draws 4 --warmup 2 --methods".split()

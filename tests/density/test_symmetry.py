@@ -21,6 +21,7 @@ from pyro_implicit.density.symmetry import (
     find_symmetries,
 )
 from pyro_implicit.fitting import log_evidence
+from pyro_implicit.fitting.policy import DEFAULT as FIT
 from pyro_implicit.mcmc.stopping import Tracker
 
 Y = torch.tensor([[-40.0, -39.0], [-21.0, -20.0], [0.0, 1.0], [19.0, 21.5], [40.0, 41.0]])
@@ -590,7 +591,9 @@ def test_integrated_variables_are_moved_with_the_others():
             pyro.sample("y", dist.Binomial(n, 0.3), obs=y)
         pyro.factor("apart", dist.Normal(20.0, 1.0).log_prob((rate[..., 0] - rate[..., 1]).abs()))
 
-    result = fit(model, "auto", torch.tensor([8.0, 8.0]), seed=0, progress=False)
+    integration = replace(FIT.integration, num_draws=2048, weigh_seconds=1e-3, search_seconds=1e-3)
+    options = {"seed": 0, "progress": False, "policy": replace(FIT, integration=integration)}
+    result = fit(model, "auto", torch.tensor([8.0, 8.0]), **options)
     assert str(result.marginal.symmetries) == "permutations of the 2 units of 'rate'"
     assert result.marginal.num_modes == 1
     draws = result.sample(4000)

@@ -157,7 +157,7 @@ def test_chains_repeat_for_equal_numbers_of_processes_and_can_go_on():
             num_workers=num_workers, progress=False,
         )  # fmt: skip
 
-    first, again, other = run(800), run(800), run(800, num_workers=1)
+    first, again, other = run(300), run(300), run(300, num_workers=1)
     for name in guide:
         one, two, alone = (result.get_samples()[name] for result in (first, again, other))
         assert one.equal(two)

@@ -516,7 +516,8 @@ def semi_implicit(scale: float):
 
 
 def test_semi_implicit_guides():
-    model, options = regression_posterior, {"num_samples": 500, "modes": None}
+    model = regression_posterior
+    options = {"num_samples": 500, "chunk_size": 2500, "modes": None}
     good = diagnose(model, semi_implicit(1.0), loss=LIVI_ELBO(64), **options)
     assert good.verdict == "trust" and abs(good.gap[0]) < 0.2
     assert diagnose(model, semi_implicit(0.6), **options).verdict == "do not trust"
@@ -524,14 +525,14 @@ def test_semi_implicit_guides():
 
 def test_a_fitted_semi_implicit_guide():
     guide = AutoSemiImplicit(regression_posterior, frame=None, init_scale=0.3)
-    before = diagnose(regression_posterior, guide, num_samples=200, modes=None)
+    before = diagnose(regression_posterior, guide, num_samples=200, chunk_size=1000, modes=None)
     assert before.verdict == "do not trust"
     steps = 300
     optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})
     svi = SVI(regression_posterior, guide, optimizer, LIVI_ELBO(16, compile="trace"))
     for _ in range(steps):
         svi.step()
-    found = diagnose(regression_posterior, guide, num_samples=500)
+    found = diagnose(regression_posterior, guide, num_samples=500, chunk_size=2500)
     assert found.verdict == "trust" and found.bound.value == pytest.approx(0.0, abs=0.02)
 
 
@@ -776,7 +777,8 @@ def test_a_semi_implicit_guide_is_not_advised_where_it_failed():
         pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=y)
 
     for guide in (AutoSemiImplicit(narrow, frame=None, init_scale=0.05), AutoNormal(narrow)):
-        found = diagnose(narrow, guide, torch.tensor(1.0), num_samples=200, modes=None)
+        options = {"num_samples": 200, "chunk_size": 1000, "modes": None}
+        found = diagnose(narrow, guide, torch.tensor(1.0), **options)
         advice = "AutoSemiImplicit with LIVI_ELBO" in str(found)
         assert found.verdict == "do not trust" and advice == isinstance(guide, AutoNormal)
         assert ("refine" in str(found)) != advice

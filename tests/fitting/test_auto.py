@@ -15,11 +15,14 @@ from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.diagnostics import simulation_based_calibration
-from pyro_implicit.fitting import Candidate, Fit, fit
+from pyro_implicit.fitting import Candidate, ChoicePolicy, Fit, FitPolicy, fit
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.ops import LogWeights
+
+#: For tests that do not depend on the values of bounds, which are expensive.
+FEW = FitPolicy(choice=ChoicePolicy(num_weighed=100))
 
 X = torch.tensor([[1.0, 0.2], [1.0, -0.5], [1.0, 1.0], [1.0, 2.5]], dtype=torch.float64)
 Y = torch.tensor([0.3, 0.9, -0.4, -1.7], dtype=torch.float64)
@@ -177,7 +180,7 @@ def test_separate_modes_get_a_mixture(seed):
 
 def test_constrained_sites_predictive_and_saving():
     y = torch.tensor([0.1, 7.25, -0.9, 1.3, 0.2])
-    result = quick(constrained, y)
+    result = quick(constrained, y, policy=FEW)
     draws = draw(result.guide)
     assert draws["scale"].min() > 0 and draws["share"].shape == (50, 3)
     torch.testing.assert_close(draws["share"].sum(-1), torch.ones(50))
@@ -194,7 +197,7 @@ def test_constrained_sites_predictive_and_saving():
 
 @pytest.mark.parametrize("model", [funnel, two_modes])
 def test_every_kind_can_be_saved(model):
-    result = quick(model, num_steps=10)
+    result = quick(model, num_steps=10, policy=FEW)
     draws = draw(result.guide)
     file = io.BytesIO()
     torch.save(result.guide, file)
@@ -345,7 +348,7 @@ def test_two_fits_keep_their_own_values():
     other = quick(regression, X.float(), 5 + Y.float(), seed=1)
     assert_equal(draw(first.guide), before)
     assert (draw(other.guide)["weight"].mean(0) - before["weight"].mean(0)).norm() > 1
-    mixtures = [quick(two_skewed_modes, seed=seed, num_steps=9) for seed in (0, 1)]
+    mixtures = [quick(two_skewed_modes, seed=seed, num_steps=9, policy=FEW) for seed in (0, 1)]
     assert not torch.equal(*(draw(mixture.guide)["x"] for mixture in mixtures))
     # Each of two components gets 9 / sqrt(2) steps.
     assert [len(mixture.losses) for mixture in mixtures] == [14, 14]
@@ -353,9 +356,9 @@ def test_two_fits_keep_their_own_values():
 
 
 def test_without_a_seed_the_streams_go_on_as_they_are():
-    first = quick(funnel, seed=3, num_steps=4)
+    first = quick(funnel, seed=3, num_steps=4, policy=FEW)
     pyro.set_rng_seed(3)
-    second = quick(funnel, seed=None, num_steps=4)
+    second = quick(funnel, seed=None, num_steps=4, policy=FEW)
     assert first.losses == second.losses and first.bounds == second.bounds
     assert_equal(draw(first.guide), draw(second.guide))
 
@@ -382,7 +385,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one(model, tmp_path):
         pyro.clear_param_store()
         pyro.set_rng_seed(process_seed)
         dying = Dying(model, dies_after)
-        options = {"checkpoint": folder, "checkpoint_every": 4, "seed": None}
+        options = {"checkpoint": folder, "checkpoint_every": 4, "seed": None, "policy": FEW}
         result = quick(dying, *args, num_steps=16, **options)
         return result, -1 - dying.runs_left
 

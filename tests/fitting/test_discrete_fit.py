@@ -82,12 +82,12 @@ def test_data_that_no_draw_of_the_prior_allows():
 
 
 def test_results_with_summed_elements(summed, tmp_path):
-    found = summed.diagnose(num_transitions=4)
+    found = summed.diagnose(num_transitions=2)
     assert found.verdict == "trust"
     assert "Stein's identities  means off by 0.0" in str(found) and "skipped" not in str(found)
     summed.save(tmp_path / "fit.pt")
     loaded = Fit.load(tmp_path / "fit.pt", thinned, Y)
-    assert "the discrete latents 'n' have no gradient" in str(loaded.diagnose())
+    assert "the discrete latents 'n' have no gradient" in str(loaded.diagnose(num_samples=200))
     assert torch.equal(loaded.draws.samples["n"], summed.draws.samples["n"])
     tree = loaded.to_datatree(50, log_likelihood=True, posterior_predictive=True, prior=10)
     assert tree["posterior"]["n"].shape == (1, 50, 3) == tree["posterior_predictive"]["y"].shape
@@ -100,14 +100,14 @@ def test_results_with_summed_elements(summed, tmp_path):
 
 def population(y):
     growth = pyro.sample("growth", dist.LogNormal(0.0, 0.3))
-    n = 20.0
+    n = 10.0
     for year in range(len(y)):
         n = pyro.sample(f"n_{year}", dist.Poisson(growth * n + 0.5))
         pyro.sample(f"y_{year}", dist.Binomial(n, 0.5), obs=y[year])
 
 
 def test_chains_of_counts_are_summed_out():
-    y = torch.tensor([12.0, 10.0, 17.0])
+    y = torch.tensor([6.0, 5.0, 8.0])
     policy = replace(FEW, integration=replace(FEW.integration, chain_seconds=1e-3))
     result = fit(population, "auto", y, seed=0, policy=policy, progress=False)
     assert result.stages[0].outcome == "3 latent variables (n_0, n_1, n_2) summed out, 1 remain"
@@ -115,7 +115,7 @@ def test_chains_of_counts_are_summed_out():
     draws = result.sample(1000)
     growth, n = torch.linspace(-1.2, 1.2, 61).exp(), torch.arange(200.0)
     step = dist.Poisson(growth[:, None, None] * n.unsqueeze(-1) + 0.5).log_prob(n).exp()
-    ahead = dist.Poisson(20 * growth.unsqueeze(-1) + 0.5).log_prob(n).exp()
+    ahead = dist.Poisson(10 * growth.unsqueeze(-1) + 0.5).log_prob(n).exp()
     for year, count in enumerate(y):
         ahead = ahead if year == 0 else (ahead.unsqueeze(1) @ step).squeeze(1)
         seen = dist.Binomial(n.clamp(min=count), 0.5).log_prob(count).exp()
@@ -131,7 +131,7 @@ def test_chains_of_counts_are_summed_out():
 
 
 def test_short_chains_of_counts_suffice_if_they_converge():
-    y = torch.tensor([12.0, 10.0, 17.0])
+    y = torch.tensor([6.0, 5.0, 8.0])
     result = fit(population, "auto", y, seed=0, progress=False)
     assert [stage.name for stage in result.stages] == ["discrete", "refine"]
     assert result.refined.settled and result.chosen == "prior" and result.draws is None

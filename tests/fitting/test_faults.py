@@ -22,6 +22,9 @@ from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
 
+#: For tests that do not depend on the values of bounds, which are expensive.
+FEW = FitPolicy(choice=ChoicePolicy(num_weighed=100))
+
 
 def quick(model, *args, num_steps=60, **kwargs):
     options = {"num_particles": 16, "progress": False, "seed": 0, "refine": False} | kwargs
@@ -35,7 +38,7 @@ def spiked():
 
 
 def test_one_latent_with_a_second_candidate():
-    result = quick(spiked, num_steps=4)
+    result = quick(spiked, num_steps=4, policy=FEW)
     assert set(result.bounds) >= {"gaussian", "injective", "semi-implicit"}
     assert all(math.isfinite(bound) for bound in result.bounds.values())
     assert not any(stage.error for stage in result.stages)
@@ -198,7 +201,9 @@ def test_candidates_and_components_leave_parameters_alone(monkeypatch):
         return losses
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", spy)
-    policy = FitPolicy(schedule=Schedule(max_gap=0.0), choice=ChoicePolicy(near=0.0))
+    policy = FitPolicy(
+        schedule=Schedule(max_gap=0.0), choice=ChoicePolicy(near=0.0, num_weighed=100)
+    )
     result = quick(shifted_modes, num_steps=60, lr=0.02, policy=policy)
     assert set(seen) >= {"parameters", "mode-0", "mode-1", "semi-implicit"}
     assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)
@@ -253,7 +258,7 @@ def test_what_lengthens_a_training_is_named():
 @pytest.mark.parametrize("model", [funnel, two_modes])
 def test_the_store_is_left_alone(model):
     pyro.param("mine", torch.tensor(1.0))
-    quick(model, num_steps=5)
+    quick(model, num_steps=5, policy=FEW)
     assert list(pyro.get_param_store()) == ["mine"]
 
 
@@ -263,7 +268,7 @@ def test_the_store_is_left_alone_by_a_fit_that_fails(monkeypatch):
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.choose", fails)
     with pytest.raises(ZeroDivisionError):
-        quick(funnel, num_steps=5)
+        quick(funnel, num_steps=5, policy=FEW)
     assert not list(pyro.get_param_store())
 
 

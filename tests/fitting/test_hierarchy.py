@@ -18,7 +18,7 @@ from torch import distributed
 from pyro_implicit import diagnose, fit
 from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
-from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy
 from pyro_implicit.fitting.hierarchy import (
     _choose_rule,
     _climb_all,
@@ -87,10 +87,27 @@ def counts_log_prob(y):
 
 @pytest.fixture(scope="module")
 def fitted():
+    short = HierarchyPolicy(num_pilot=100, num_starts=2, search_rounds=1)
     return fit(
         counts, batches=[(y,) for y in data().split(700)], amortize="conditional", seed=0,
-        progress=False,
+        policy=FitPolicy(hierarchy=short), progress=False,
     )  # fmt: skip
+
+
+def fit_quickly(rank=None):
+    """Fit 100 groups, or every second of four minibatches, and return the draws."""
+    parts = data()[:100].split(25)
+    mine = parts if rank is None else parts[rank::2]
+    result = fit(
+        lambda y: counts(y, 100), batches=[(y,) for y in mine], amortize="conditional",
+        seed=0 if rank is None else None, policy=QUICK, progress=False,
+    )  # fmt: skip
+    return result.guide.rest.samples
+
+
+@pytest.fixture(scope="module")
+def quick_draws():
+    return fit_quickly()
 
 
 def test_gamma_poisson_against_the_exact_posterior(fitted):
@@ -125,15 +142,12 @@ def test_locals_of_new_groups_and_of_groups_without_data(fitted):
     assert predictive(torch.zeros(5))["z"].shape == (3, 5)
 
 
-def test_the_same_seed_repeats_the_result_and_files_keep_it(fitted, tmp_path):
+def test_the_same_seed_repeats_the_result_and_files_keep_it(fitted, quick_draws, tmp_path):
+    torch.manual_seed(99)  # another place in the random stream than that of the fixture
     outside = torch.get_rng_state()
-    options = {"amortize": "conditional", "seed": 0, "policy": QUICK, "progress": False}
-    one, other = (
-        fit(lambda y: counts(y, 700), batches=[(data()[:700],)], **options).guide.rest.samples
-        for _ in range(2)
-    )
+    again = fit_quickly()
     assert torch.equal(outside, torch.get_rng_state())
-    assert torch.equal(one["rate"], other["rate"])
+    assert torch.equal(quick_draws["rate"], again["rate"])
     fitted.save(tmp_path / "fit.pt")
     loaded = Fit.load(tmp_path / "fit.pt", counts)
     new = torch.zeros(3)
@@ -225,10 +239,12 @@ def test_modes_far_below_the_best_are_dropped():
 def test_a_skewed_posterior_of_eight_groups(by_chains):
     policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
     if by_chains:
-        policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))
-        options["max_seconds"] = 10.0
+        budget = BudgetPolicy(
+            most_chains=32, least_gradients=60, most_gradients=60, patient_seconds=0.0
+        )
+        policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0), budget=budget)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "chains of the global variables stopped at max_seconds")
+        warnings.filterwarnings("ignore", "chains of the global variables stopped at max_gradients")
         result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
     assert [stage.name for stage in result.stages][-1] == ("refine" if by_chains else "correct")
     assert result.stages[-1].error is None
@@ -326,14 +342,15 @@ def test_a_model_of_groups_alone_is_refused():
 
 
 def test_inexact_integrals_are_named():
-    y = torch.zeros(300)
+    y = torch.zeros(60)
     y[::3] = 5.0
     # Of so inexact a density the weights are uneven by chance; chains are of no interest here.
     coarse = {"num_nodes": (2, 3), "max_shift": 1e-3, "least_effective": 1.0, "max_khat": math.inf}
+    coarse |= {"num_weighed": (32, 64), "num_draws": 64}
     policy = FitPolicy(hierarchy=replace(QUICK.hierarchy, **coarse))
     with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
         fit(
-            lambda y: counts(y, 300), batches=[(y,)], amortize="conditional", seed=0, policy=policy,
+            lambda y: counts(y, 60), batches=[(y,)], amortize="conditional", seed=0, policy=policy,
             progress=False,
         )  # fmt: skip
 
@@ -369,21 +386,14 @@ def with_param_free(y):
 
 
 def _work(rank, folder):
-    parts = data()[:200].split(50)
-    mine = parts if rank is None else parts[rank::2]
-    result = fit(
-        lambda y: counts(y, 200), batches=[(y,) for y in mine], amortize="conditional",
-        seed=0 if rank is None else None, policy=QUICK, progress=False,
-    )  # fmt: skip
-    torch.save(result.guide.rest.samples, folder / f"{rank}.pt")
+    torch.save(fit_quickly(rank), folder / f"{rank}.pt")
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without torch.distributed")
-def test_two_processes_have_the_result_of_one(tmp_path):
-    _work(None, tmp_path)
+def test_two_processes_have_the_result_of_one(quick_draws, tmp_path):
     in_two_processes(_work, tmp_path)
-    alone, *both = (torch.load(tmp_path / f"{name}.pt") for name in ("None", 0, 1))
-    for name, draws in alone.items():
+    both = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for name, draws in quick_draws.items():
         assert torch.equal(both[0][name], both[1][name])
         sd = draws.std().item()
         assert both[0][name].mean().item() == pytest.approx(draws.mean().item(), abs=0.02 * sd)

@@ -28,6 +28,12 @@ RANDOM = torch.Generator().manual_seed(2)
 Y = 0.3 * torch.randn(SIZE, generator=RANDOM).cumsum(0) + torch.randn(SIZE, generator=RANDOM)
 FEW = Y[:24]
 SOME = FitPolicy(marginal=replace(MARGINAL, least_latents=0))
+#: The same with small budgets.
+SMALL = replace(
+    SOME,
+    budget=replace(SOME.budget, most_gradients=200, least_gradients=200, patience=1),
+    integration=replace(SOME.integration, num_draws=1024, weigh_seconds=1e-3, search_seconds=1e-3),
+)
 
 
 def walk(y: Tensor) -> None:
@@ -88,7 +94,7 @@ def test_stages_and_verdict(result: Fit) -> None:
 
 def test_seeds_files_and_exports(result: Fit, tmp_path: Path) -> None:
     before = torch.get_rng_state()
-    one, two = (fit(walk, "auto", FEW, policy=SOME, **QUIET).draws.samples for _ in range(2))
+    one, two = (fit(walk, "auto", FEW, policy=SMALL, **QUIET).draws.samples for _ in range(2))
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     result.save(tmp_path / "result.pt")
@@ -102,7 +108,7 @@ def test_seeds_files_and_exports(result: Fit, tmp_path: Path) -> None:
 
 
 def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
-    new = result.update(walk, FEW, policy=SOME, **QUIET)
+    new = result.update(walk, FEW, policy=SMALL, **QUIET)
     assert list(new.prior.shapes) == ["scale"]
     assert "k-hat" in new.stages[0].outcome or "even" in new.stages[0].outcome
     assert new.sample(5)["steps"].shape == (5, 24)
@@ -124,20 +130,23 @@ def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> No
     mean, sd = inner.sample(4000)["scale"].log().mean(), inner.sample(4000)["scale"].log().std()
     modes = Modes(mean.reshape(1, 1), 0.5 * sd.reshape(1, 1, 1), torch.zeros(1))
     narrow = exact_guide(inner.target.model, modes, *inner.target.args)
-    weights = exact_log_weights(narrow, inner.target, 4096)[1]
+    weights = exact_log_weights(narrow, inner.target, 512)[1]
     assert not inner.policy.correction.accepts(weights)
-    draws, _ = joint_draws(replace(inner, guide=narrow), inner.source[0].marginal, 4096)
+    draws, _ = joint_draws(replace(inner, guide=narrow), inner.source[0].marginal, 2048)
     assert draws.settled and not draws.doubts
     expected, spread = exact()["scale"]
     drawn = draws.samples["scale"].double()
-    assert abs(drawn.mean() - expected) < 5 * spread / 4096**0.5
-    assert abs(drawn.std() / spread - 1) < 5 / 8192**0.5
+    assert abs(drawn.mean() - expected) < 5 * spread / 2048**0.5
+    assert abs(drawn.std() / spread - 1) < 5 / 4096**0.5
     # A scale that repeats has other steps.
-    assert len(drawn.unique()) < 4000 and len(draws.samples["steps"][:, 0].unique()) > 4090
+    assert len(drawn.unique()) < 2000 and len(draws.samples["steps"][:, 0].unique()) > 2045
 
 
 def test_chains_of_the_remaining_variables_go_on() -> None:
-    chains = fit(walk, "auto", FEW, refine=True, policy=SOME, **QUIET)
+    # As many chains as by default, for draws that suffice after fewer gradients.
+    budget = replace(SMALL.budget, least_chains=128, usual_chains=128, most_gradients=500)
+    policy = replace(SMALL, budget=budget)
+    chains = fit(walk, "auto", FEW, refine=True, policy=policy, **QUIET)
     assert chains.marginal.refined.settled
     longer = chains.refine_more(max_gradients=20, progress=False)
     assert longer.marginal.refined.num_gradients > chains.marginal.refined.num_gradients
@@ -155,7 +164,7 @@ def test_a_density_that_fails_the_check_is_fitted_as_before(monkeypatch: Any) ->
         return drawn, value, fault + (0.5 if len(rest) > 99 else 0.0)
 
     monkeypatch.setattr(NormalMarginal, "draw", faulty)
-    found = fit(walk, "auto", FEW, policy=SOME, **QUIET)
+    found = fit(walk, "auto", FEW, policy=SMALL, **QUIET)
     outcomes = [(stage.name, stage.outcome) for stage in found.stages]
     dropped = outcomes.index(("draws", "dropped: their log-density is off by 0.5 nats"))
     assert found.draws is None and outcomes[dropped + 1][0] == "search"
@@ -199,15 +208,16 @@ def test_infinite_curvature_falls_back() -> None:
             x = pyro.sample("x", dist.Normal(0.0, scale))
             pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
-    found = fit(model, "auto", FEW, policy=SOME, **QUIET)
+    found = fit(model, "auto", FEW, policy=SMALL, **QUIET)
     assert math.isfinite(found.sample(100)["x"].abs().max())
 
 
 def names_after_few_gradients(verdict: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fit, list]:
     """Fit 25 latent variables by chains that stop early, and return the stages' names, too."""
     monkeypatch.setattr(refinement, "judge_chains", lambda drift: verdict)
-    budget = replace(FitPolicy().budget, most_gradients=4, least_gradients=4)
-    found = fit(walk, "auto", FEW, policy=FitPolicy(budget=budget), **QUIET)
+    budget = replace(SMALL.budget, most_gradients=4, least_gradients=4, patient_seconds=0.0)
+    policy = FitPolicy(budget=budget, integration=SMALL.integration)
+    found = fit(walk, "auto", FEW, policy=policy, **QUIET)
     names = [stage.name for stage in found.stages]
     assert "R-hat" in found.stages[names.index("refine")].outcome
     return found, names

@@ -27,13 +27,13 @@ POLICY = NetworkPolicy(
     num_members=6,
     training_seconds=1.0,
     chain_seconds=1e3,
-    most_gradients=4000,
+    most_gradients=2500,
     least_held_out=6,
     cost_ratio=1.0,
     compiled_seconds=math.inf,
 )
 #: The same with shorter chains.
-SHORT = replace(POLICY, most_gradients=400)
+SHORT = replace(POLICY, most_gradients=200)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,9 @@ def test_results_predict(linear, fitted):
 
 @pytest.mark.parametrize("refine", ["auto", True])
 def test_a_small_budget_ends_with_the_ensemble(linear, refine):
-    policy = FitPolicy(network=NetworkPolicy(2, training_seconds=0.1, chain_seconds=0.0))
+    policy = FitPolicy(
+        network=NetworkPolicy(2, training_seconds=0.1, chain_seconds=0.0, least_gradients=100)
+    )
     model, x, y = linear
     options = {"seed": 0, "progress": False, "policy": policy, "refine": refine}
     result = fit(model, "auto", x, y, **options)
@@ -110,7 +112,10 @@ def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds):
         return original(evaluate, optimiser, clip_norm, args, kwargs)
 
     monkeypatch.setattr(training, "_step", step)
-    network = replace(POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=5.0)
+    seconds = 5.0 if chain_seconds else 3.0
+    network = replace(
+        POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=seconds
+    )
     means = {}
     for most_rows in (1000, 30):
         policy = FitPolicy(network=replace(network, most_rows=most_rows, batch_rows=20))
@@ -252,7 +257,7 @@ def test_slow_gradients_of_a_recurrent_network_leave_the_time_to_the_ensemble(mo
 
     # The counts promise hundreds of gradients, the clock none.
     monkeypatch.setattr(network_fit, "_measured_seconds", lambda target, members: 60.0)
-    x, options = torch.randn(40, 5, 1), {"seed": 0, "progress": False, "max_seconds": 2.0}
+    x, options = torch.randn(40, 5, 1), {"seed": 0, "progress": False, "max_seconds": 1.0}
     model = regressor(to_bayesian_(Last()), 40, noise=0.1)
     policy = FitPolicy(network=NetworkPolicy(num_members=4, least_gradients=50))
     with pytest.warns(UserWarning, match="one particle at a time|after .* steps"):
@@ -292,7 +297,7 @@ def test_minibatches_train_an_ensemble(refine):
 def test_generators_learn_from_the_chains(linear, tmp_path):
     """Each has the mean of a window of its chain, and half of the covariance."""
     model, x, y = linear
-    policy = FitPolicy(network=SHORT)
+    policy = FitPolicy(network=replace(SHORT, most_gradients=400))
     result = fit(model, "auto", x, y, teach=True, seed=0, progress=False, policy=policy)
     assert [stage.name for stage in result.stages][-1] == "teach" and result.chosen == "generators"
     chains = result.refined.get_samples(group_by_chain=True)["weight"].squeeze(-2)

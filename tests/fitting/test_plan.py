@@ -18,7 +18,7 @@ from pyro_implicit import fit
 from pyro_implicit.density import Modes, Target, find_modes
 from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
 from pyro_implicit.diagnostics.checkup import plan_effort
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, candidates, train
+from pyro_implicit.fitting import BudgetPolicy, ChoicePolicy, FitPolicy, Schedule, candidates, train
 from pyro_implicit.fitting.candidates import mixture_weights
 from pyro_implicit.fitting.marginal_fit import _within_budget
 from pyro_implicit.fitting.refinement import (
@@ -32,6 +32,8 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.runtime.clock import TimeLimit
 
 QUIET = {"seed": 0, "progress": False}
+#: Bounds of candidates are expensive, and their values do not matter here.
+FEW = ChoicePolicy(num_weighed=100)
 BUDGET = BudgetPolicy()
 
 
@@ -200,14 +202,16 @@ class Interrupting:
 
 def runs_of(model, **options):
     counted = Interrupting(model, -1)
-    result = fit(counted, "auto", refine=False, num_steps=20, num_particles=8, **options, **QUIET)
+    options = {"num_steps": 20, "num_particles": 8, "policy": FitPolicy(choice=FEW)} | options
+    result = fit(counted, "auto", refine=False, **options, **QUIET)
     return -1 - counted.left, result
 
 
 def test_interrupted_in_training_keeps_the_best():
     total, _ = runs_of(funnel)
     model = Interrupting(funnel, int(0.8 * total))
-    result = fit(model, "auto", refine=False, num_steps=20, num_particles=8, **QUIET)
+    options = {"num_steps": 20, "num_particles": 8, "policy": FitPolicy(choice=FEW)}
+    result = fit(model, "auto", refine=False, **options, **QUIET)
     assert result.interrupted and result.chosen in result.bounds
     assert result.sample(5)["x"].shape == (5, 2)
 
@@ -225,7 +229,7 @@ def test_a_given_guide_is_kept_as_it_is():
 
 
 def test_without_chains_an_expensive_model_is_still_searched():
-    options = {**QUIET, "policy": FitPolicy(budget=BudgetPolicy(search_seconds=0.0))}
+    options = {**QUIET, "policy": FitPolicy(budget=BudgetPolicy(search_seconds=0.0), choice=FEW)}
     result = fit(funnel, "auto", refine=False, num_steps=2, num_particles=4, **options)
     assert result.stages[0].name == "search" and result.correction is None
     assert not any(stage.name == "correct" for stage in result.stages)
@@ -252,7 +256,7 @@ def test_parameters_settle_in_the_last_sixth_of_their_steps(monkeypatch):
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", trained)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few steps
-        fit(model, refine=False, num_steps=12, **QUIET)
+        fit(model, refine=False, num_steps=12, policy=FitPolicy(choice=FEW), **QUIET)
     assert schedules["parameters"].decay == pytest.approx(1 / 6)
     assert schedules["injective"].decay == Schedule.decay == 0.5
 

@@ -432,7 +432,8 @@ COUNTS = torch.tensor([1e6, 1.001e6, 9.99e5])
 
 def fit_near_counts(model, name, value):
     guide = AutoNormal(model, init_loc_fn=init_to_value(values={name: value}))
-    policy = FitPolicy(budget=BudgetPolicy(patient_seconds=0.0))
+    budget = BudgetPolicy(most_gradients=800, patience=1, patient_seconds=0.0)
+    policy = FitPolicy(budget=budget)
     return fit(model, guide, num_steps=200, lr=1e-4, refine=True, policy=policy, **QUIET)
 
 
@@ -471,7 +472,9 @@ def test_a_search_that_ends_in_a_spike(monkeypatch):
     monkeypatch.setattr(stages, "weigh", useless)
     y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     scales = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-    result = fit(schools, "auto", y, scales, **QUIET)
+    budget, training = BudgetPolicy(search_seconds=2.0), TrainingPolicy(mean_field_steps=300)
+    policy = FitPolicy(budget=budget, training=training)
+    result = fit(schools, "auto", y, scales, policy=policy, **QUIET)
     names = [stage.name for stage in result.stages]
     assert names[-3:] == ["mean-field", "refine", "teach"]
     assert result.modes is None and result.num_modes is None
@@ -553,7 +556,10 @@ def test_too_many_modes_are_not_weighed():
             z = pyro.sample("z", dist.Normal(0.2, 1.0))
             pyro.sample("y", dist.Normal(z.square(), 0.1), obs=torch.ones(4))
 
-    policy = FitPolicy(budget=BudgetPolicy(most_modes=3, patient_seconds=0.0))
+    budget = BudgetPolicy(
+        most_modes=3, least_gradients=300, most_gradients=300, patience=1, patient_seconds=0.0
+    )
+    policy = FitPolicy(budget=budget, training=TrainingPolicy(mean_field_steps=200))
     with pytest.warns(
         UserWarning, match="the search found 5 separate modes.*Cure: a model without"
     ):
@@ -571,9 +577,10 @@ def test_data_that_bound_a_latent_variable():
             pyro.sample("y", dist.Uniform(0.0, top), obs=y)
 
     y = torch.tensor([1.0, 2.0, 3.0])
+    budget = BudgetPolicy(least_gradients=200, most_gradients=200, patient_seconds=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # chains against a wall converge slowly
-        result = fit(largest, "auto", y, **{**QUIET, "max_seconds": 3})
+        result = fit(largest, "auto", y, policy=FitPolicy(budget=budget), **QUIET)
     assert result.chosen == "gaussian" and "mean-field" not in str(result)
     top = result.sample(4000)["top"]
     grid = torch.linspace(3.0, 60.0, 20_000)

@@ -15,7 +15,7 @@ import torch
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.util import get_rng_state
 
-from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, GatedMLP
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, GatedMLP, fit
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.auto_draws import forget, own_names
 
@@ -61,7 +61,7 @@ PROCESS = """
 import sys
 import pyro, torch
 sys.path.insert(0, {folder!r})
-from test_auto_draws_names import MAKE, location
+from test_auto_draws_names import MAKE, answers, fitted, location
 torch.set_num_threads(1)
 pyro.set_rng_seed(0)
 for kind, make in MAKE.items():
@@ -69,19 +69,45 @@ for kind, make in MAKE.items():
     location(own)
     loaded = torch.load({file!r} + kind, weights_only=False)
     print(location(loaded), location(own), location(loaded))
+
+loaded = torch.load({file!r} + "fit", weights_only=False)
+before = answers(loaded)
+fitted(9.0)
+assert answers(loaded) == before, before
+print(before[0])
 """
+
+
+def fitted(value):
+    """The guide of a fit in double precision."""
+    y = torch.full((6,), value, dtype=torch.float64)
+
+    def rows(y):
+        x = pyro.sample("x", dist.Normal(y.new_zeros(()), 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    return fit(rows, "auto", y, num_steps=2, refine=False, seed=0, progress=False).guide
+
+
+def answers(guide):
+    pyro.set_rng_seed(7)
+    return guide.median()["x"].item(), guide()["x"].item()
 
 
 def test_a_guide_loaded_in_another_process_keeps_its_values(tmp_path):
     """Without a name of its own the loaded guide answers with the values of the other."""
     for kind, make in MAKE.items():
         torch.save(make(1.0), tmp_path / f"guide_{kind}")
+    of_fit = fitted(0.5)
+    torch.save(of_fit, tmp_path / "guide_fit")
     code = PROCESS.format(folder=str(Path(__file__).parent), file=str(tmp_path / "guide_"))
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    values = [float(word) for word in result.stdout.split()]
+    *values, median = (float(word) for word in result.stdout.split())
+    assert median == pytest.approx(answers(of_fit)[0], abs=1e-12)
     assert values == pytest.approx([1.0, -7.0, 1.0] * len(MAKE), abs=0.05)
 
 

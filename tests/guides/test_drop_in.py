@@ -41,7 +41,8 @@ from pyro_implicit import (
     AutoregressiveGenerator,
     AutoSemiImplicit,
 )
-from pyro_implicit.guides import AutoMixture
+from pyro_implicit.guides import AutoMixture, auto_implicit
+from pyro_implicit.guides.affine_frame import find_frame
 
 
 def mixture(model, create_plates=None, **kwargs):
@@ -58,6 +59,28 @@ GUIDES = {
 }
 OURS = ("AutoImplicit", "AutoSemiImplicit", "AutoMixture")
 guides = pytest.mark.parametrize("make", GUIDES.values(), ids=GUIDES)
+
+
+@pytest.fixture(scope="module")
+def found_frames():
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _one_search(found_frames, monkeypatch):
+    """Search once for the frame of the same model with the same arguments.
+
+    ``tests/guides/test_affine_frame_search.py`` checks that a search repeats its result.
+    """
+
+    def search(model, init_loc_fn, device, args, kwargs):
+        given = [model, init_loc_fn, *args, *kwargs.values()]
+        key = (tuple(map(id, given)), tuple(kwargs), device)
+        if key not in found_frames:  # which stores the objects so that their ids stay unique
+            found_frames[key] = (find_frame(model, init_loc_fn, device, args, kwargs), given)
+        return found_frames[key][0]
+
+    monkeypatch.setattr(auto_implicit, "find_frame", search)
 
 
 def elbo_for(guide):

@@ -290,8 +290,10 @@ def test_critics_are_seen_and_trained_in_training_only():
 @pytest.mark.parametrize("method", ["svgd", "ksd"])
 def test_finds_a_gaussian_roughly(method):
     elbo = {
-        "svgd": lambda: AmortizedSVGD_ELBO(20),
-        "ksd": lambda: AmortizedKSD_ELBO(20, critic_steps=2, critic_optim={"lr": 1e-2}),
+        "svgd": lambda: AmortizedSVGD_ELBO(20, compile="trace"),
+        "ksd": lambda: AmortizedKSD_ELBO(
+            20, critic_steps=2, critic_optim={"lr": 1e-2}, compile="trace"
+        ),
     }[method]()
     check_finds_a_gaussian_roughly(elbo)
 

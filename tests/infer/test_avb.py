@@ -75,7 +75,7 @@ def test_discriminator_learns_the_ratio_to_the_prior():
     def guide():
         pyro.sample("x", Implicit(lambda z: 1.0 + 0.7 * z, 1))
 
-    elbo = AVB_ELBO(2, 200, Quadratic, 10, {"lr": 0.02}, contrast="prior")
+    elbo = AVB_ELBO(2, 200, Quadratic, 10, {"lr": 0.02}, contrast="prior", compile="trace")
     for _ in range(100):
         elbo.differentiable_loss(model, guide)
     losses = [elbo.loss(model, guide) for _ in range(20)]
@@ -120,7 +120,7 @@ def test_discriminator_knows_the_context():
             pyro.sample("z", Implicit(lambda z, c: 0.5 * z + 0.9 * c, 1, context=context))
 
     pyro.set_rng_seed(0)
-    elbo = AVB_ELBO(2, 200, None, 5, {"lr": 5e-3}, contrast="prior")
+    elbo = AVB_ELBO(2, 200, None, 5, {"lr": 5e-3}, contrast="prior", compile="trace")
     for _ in range(100):
         elbo.differentiable_loss(model, guide)
     points = torch.tensor([[-1.0], [0.0], [1.0]])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -81,8 +82,9 @@ class Regression:
 def test_never_above_the_evidence_and_rises_with_mixing(relative_scale, proposal):
     model = Regression()
     guide = model.posterior(relative_scale)
+    options: dict[str, Any] = {"num_samples": 150, "chunk_size": 150, "proposal": proposal}
     bounds = [
-        evidence_bound(model, guide, num_samples=150, num_mixing=num_mixing, proposal=proposal)
+        evidence_bound(model, guide, num_mixing=num_mixing, **options)
         for num_mixing in (1, 10, 100)
     ]
     for bound in bounds:
@@ -113,15 +115,24 @@ def log_density_by_quadrature(generate, scale: float, values: Tensor) -> Tensor:
     return torch.stack([row.logsumexp(0) for row in log_joint])
 
 
+def hundred_draws(generate) -> ImplicitSite:
+    torch.manual_seed(0)
+    q = SemiImplicit(generate, 2, 0.2).expand((100,))
+    noise, value, _ = q.draw()
+    return ImplicitSite("x", q, noise, value, value)
+
+
+@functools.cache
+def density_of_hundred_draws(generate) -> Tensor:
+    """Compute log q once for both proposals."""
+    return log_density_by_quadrature(generate, 0.2, hundred_draws(generate).value)
+
+
 @pytest.mark.parametrize("proposal", PROPOSALS)
 @pytest.mark.parametrize("generate", [banana, folded])
 def test_nonlinear_generators_against_quadrature(generate, proposal):
     """The estimate of log q lies above it in the mean, and falls to it."""
-    torch.manual_seed(0)
-    q = SemiImplicit(generate, 2, 0.2).expand((100,))
-    noise, value, _ = q.draw()
-    site = ImplicitSite("x", q, noise, value, value)
-    exact = log_density_by_quadrature(generate, 0.2, value)
+    exact, site = density_of_hundred_draws(generate), hundred_draws(generate)
     gaps = []
     for num_mixing in (5, 5000):
         elbo = HierarchicalELBO(100, num_mixing, proposal, 20, 2)
@@ -162,9 +173,9 @@ def test_linearized_is_far_tighter_at_equal_cost():
     def guide():
         pyro.sample("x", SemiImplicit(banana, 2, 0.02))
 
-    linearized = evidence_bound(model, guide, num_samples=300, num_mixing=100)
-    options: dict[str, Any] = {"num_mixing": 1000, "proposal": "prior"}
-    prior = evidence_bound(model, guide, num_samples=300, **options)
+    size: dict[str, Any] = {"num_samples": 300, "chunk_size": 300}
+    linearized = evidence_bound(model, guide, num_mixing=100, **size)
+    prior = evidence_bound(model, guide, num_mixing=1000, proposal="prior", **size)
     # The guide's standard deviation along the second coordinate, given the first, is 1/2.
     elbo = 0.5 * (1 - 0.25) + math.log(0.5)
     assert linearized.value == pytest.approx(elbo, abs=4 * linearized.standard_error + 0.01)
@@ -222,7 +233,7 @@ def test_automatic_guide(frame):
     posterior = MultivariateNormal(model.mean, model.covariance)
     gap = kl_divergence(MultivariateNormal(model.mean, covariance), posterior).item()
     assert (gap < 1e-3) == frame
-    bound = evidence_bound(model, guide, num_samples=400)
+    bound = evidence_bound(model, guide, num_samples=400, chunk_size=400)
     expected = model.log_evidence - gap
     assert bound.value == pytest.approx(expected, abs=4 * bound.standard_error + 0.01)
 
@@ -252,7 +263,7 @@ def test_positive_latent(handwritten):
     theta = rate.reciprocal() * shape  # Bayes' rule at any value gives the evidence
     log_joint = Gamma(3.0, 0.5).log_prob(theta) + dist.Poisson(theta).log_prob(counts).sum()
     log_evidence = (log_joint - Gamma(shape, rate).log_prob(theta)).item()
-    bound = evidence_bound(model, guide, num_samples=300)
+    bound = evidence_bound(model, guide, num_samples=300, chunk_size=300)
     assert bound.value < log_evidence + 4 * bound.standard_error
     assert bound.value > log_evidence - 0.03
     assert bound.effective_sample_size > 270
@@ -277,7 +288,7 @@ def test_sites_add_up():
         pyro.sample("a", dist.Normal(b / 2, 0.5**0.5))
 
     log_evidence = Normal(0.0, 2.0).log_prob(torch.tensor(2.0)).item()
-    bound = evidence_bound(model, guide, num_samples=150)
+    bound = evidence_bound(model, guide, num_samples=150, chunk_size=150)
     assert bound.value == pytest.approx(log_evidence, abs=0.02)
     assert bound.standard_error < 0.02
 
@@ -377,7 +388,7 @@ def test_draws_and_weights_belong_together(explicit):
 def test_single_draws_at_a_time_and_models_that_vmap_cannot_run():
     model = Regression()
     guide = model.posterior(0.3)
-    bound = evidence_bound(model, guide, num_samples=6, chunk_size=1)
+    bound = evidence_bound(model, guide, num_samples=3, chunk_size=1)
     assert bound.value == pytest.approx(model.log_evidence, abs=0.1)
     assert bound.khat == math.inf
 
@@ -387,7 +398,7 @@ def test_single_draws_at_a_time_and_models_that_vmap_cannot_run():
         pyro.sample("y", dist.Normal(model.x @ weight, 0.7).to_event(1), obs=model.y)
 
     with pytest.warns(UserWarning, match="one particle at a time"):
-        bound = evidence_bound(stubborn, guide, num_samples=6)
+        bound = evidence_bound(stubborn, guide, num_samples=3)
     assert bound.value == pytest.approx(model.log_evidence, abs=0.1)
 
 
@@ -538,22 +549,33 @@ def amortised_site(num_particles: int, rows: Tensor) -> ImplicitSite:
     return ImplicitSite("z", q, noise, value, value, batch_shape=q.batch_shape)
 
 
+def site_of_rows(rows: Tensor) -> ImplicitSite:
+    torch.manual_seed(0)
+    return amortised_site(4, rows)
+
+
+@functools.cache
+def density_of_rows() -> tuple[Tensor, Tensor]:
+    """Return three rows and log q of four values of each, once for all cases."""
+    rows = torch.tensor([0.5, -1.0, 2.0])
+    exact = [
+        log_density_by_quadrature(lambda z, x=x: Bent()(z, x.expand(len(z), 1)), 0.3, values)
+        for x, values in zip(rows, site_of_rows(rows).value.unbind(1), strict=True)
+    ]
+    return rows, torch.stack(exact, 1)
+
+
 @pytest.mark.parametrize("proposal", PROPOSALS)
 @pytest.mark.parametrize("max_entries", [2**24, 300_000])
 def test_rows_of_an_amortised_site_against_quadrature(proposal, max_entries, monkeypatch):
     """Each row's density is a mixture over its own noise, in as many chunks as need be."""
     monkeypatch.setattr(hierarchical, "MAX_ENTRIES", max_entries)
-    torch.manual_seed(0)
-    rows = torch.tensor([0.5, -1.0, 2.0])
-    site = amortised_site(4, rows)
+    rows, exact = density_of_rows()
+    site = site_of_rows(rows)
     elbo = HierarchicalELBO(4, 60_000, proposal, 20, 2)
     with torch.no_grad():
         found = elbo.score_parts(site, None).log_prob
-    exact = [
-        log_density_by_quadrature(lambda z, x=x: Bent()(z, x.expand(len(z), 1)), 0.3, values)
-        for x, values in zip(rows, site.value.unbind(1), strict=True)
-    ]
-    torch.testing.assert_close(found, torch.stack(exact, 1), atol=0.03, rtol=0)
+    torch.testing.assert_close(found, exact, atol=0.03, rtol=0)
 
 
 def test_memory_of_rows_is_bounded_and_no_matrix_is_as_wide_as_the_noise(monkeypatch):

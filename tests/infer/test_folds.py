@@ -57,7 +57,7 @@ LOSSES = [InjectiveELBO, GPVI_ELBO, ImplicitRenyiELBO]
 @pytest.mark.filterwarnings("ignore::pyro_implicit.infer.FoldWarning")
 @pytest.mark.parametrize("make_elbo", LOSSES)
 def test_the_share_of_reversed_draws_is_the_exact_one(make_elbo):
-    elbo, guide = make_elbo(num_particles=100), guide_of(Folded())
+    elbo, guide = make_elbo(num_particles=100, compile="trace"), guide_of(Folded())
     pyro.set_rng_seed(0)
     for _ in range(400):
         elbo.differentiable_loss(model, guide)
@@ -160,7 +160,7 @@ def test_training_unfolds(monkeypatch, unfolds):
     log_evidence = trace.nodes["ring"]["fn"].log_factor.logsumexp(0) + 2 * torch.tensor(0.02).log()
     pyro.set_rng_seed(0)
     guide = AutoImplicit(ring, folded, frame=None, init_scale=2.0)
-    elbo = InjectiveELBO(50)
+    elbo = InjectiveELBO(50, compile="trace")
     train(ring, guide, elbo, 600, lr=0.01)
     gap = sum(elbo.loss(ring, guide) for _ in range(40)) / 40 + log_evidence
     (known,) = elbo.remembered("orientation").values()

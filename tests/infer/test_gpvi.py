@@ -141,7 +141,7 @@ def test_no_gradient_in_expectation_at_the_target():
         pyro.sample("x", Implicit(generator, 3))
 
     sums = []
-    for _ in range(400):
+    for _ in range(256):
         elbo.differentiable_loss(target, guide)
         batches = elbo.seen
         driving = batches.share(score_of(batches))
@@ -150,8 +150,9 @@ def test_no_gradient_in_expectation_at_the_target():
         sums.append([(part * batches.second.noise).mean(0) for part in (driving, repelled)])
     driving, repelled = (torch.stack(part) for part in zip(*sums, strict=True))
     total = driving + repelled
-    assert (total.mean(0).abs() < 4 * total.std(0) / 20).all()
-    assert (driving.mean(0).abs() > 10 * total.std(0) / 20).all()
+    error = total.std(0) / 256**0.5
+    assert (total.mean(0).abs() < 4 * error).all()
+    assert (driving.mean(0).abs() > 10 * error).all()
 
 
 def test_value_is_the_exact_elbo_and_weights_apply():
@@ -292,7 +293,7 @@ SMALL_HELPER = {
 
 @pytest.mark.parametrize("options", [{}, SMALL_HELPER])
 def test_finds_a_gaussian_roughly(options):
-    check_finds_a_gaussian_roughly(GPVI_ELBO(20, **options))
+    check_finds_a_gaussian_roughly(GPVI_ELBO(20, **options, compile="trace"))
 
 
 def test_arguments_and_refusals():

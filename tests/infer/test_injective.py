@@ -205,7 +205,7 @@ def test_amortised_in_plates():
             pyro.sample("z", Implicit(generator, 2, context=y))
 
     optim = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.01 ** (1 / 300)})
-    svi = SVI(model, guide, optim, InjectiveELBO(4))
+    svi = SVI(model, guide, optim, InjectiveELBO(4, compile="trace"))
     for _ in range(300):
         loss = svi.step()
     with torch.no_grad():

@@ -166,8 +166,20 @@ def test_any_guide_and_draws(guide):
     assert (samples["rate"] > 0).all()
 
 
-def test_what_is_returned():
-    result = short(AutoNormal(regression))
+@pytest.fixture(scope="module")
+def walked():
+    """A short run of chains."""
+    return short(AutoNormal(regression))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A longer run that is not killed."""
+    return short(AutoNormal(regression), max_gradients=200)
+
+
+def test_what_is_returned(walked):
+    result = walked
     grouped, flat = result.get_samples(group_by_chain=True), result.get_samples()
     num_chains, num_draws = grouped["weight"].shape[:2]
     assert num_chains == result.num_chains == 32 and num_draws >= 8
@@ -180,8 +192,8 @@ def test_what_is_returned():
     assert 0.5 < result.acceptance < 1 and result.warmup_gradients < result.num_gradients
 
 
-def test_summary_prints(capsys):
-    short(AutoNormal(regression)).summary()
+def test_summary_prints(walked, capsys):
+    walked.summary()
     assert "weight[0]" in capsys.readouterr().out
 
 
@@ -197,10 +209,9 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("kill_at", [3, 30])  # in the warm-up, and after it
-def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
+def test_killed_and_resumed_gives_equal_bits(whole, tmp_path, monkeypatch, kill_at):
     file = tmp_path / "run" / "chains.pt"
     options = {"checkpoint_every": 2, "max_gradients": 200}
-    whole = short(AutoNormal(regression), **options)
     advance = WindowedChains.advance
 
     def dying(self, *args, **kwargs):

@@ -56,6 +56,12 @@ def short(guide=None, model=regression, batches=None, **options):
     return refine_by_minibatches(model, guide, batches=batches, **options)
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """A run that is neither killed nor stored."""
+    return short()
+
+
 def test_moments_of_a_conjugate_posterior():
     """From starts half as wide, in a frame that is half as wide."""
     start = exact(400, 0.5)
@@ -98,21 +104,23 @@ def test_what_is_returned():
     assert result.num_gradients > 20 and result.replaced == 0
 
 
-def test_summary_prints(capsys):
-    short().summary()
+def test_summary_prints(whole, capsys):
+    whole.summary()
     assert "weight[0]" in capsys.readouterr().out
 
 
-def test_draws_on_disk_are_those_in_memory(tmp_path):
-    first, second = short(), short(store=tmp_path / "draws")
-    assert first.get_samples()["weight"].equal(second.get_samples()["weight"])
+def test_draws_on_disk_are_those_in_memory(whole, tmp_path):
+    second = short(store=tmp_path / "draws")
+    assert whole.get_samples()["weight"].equal(second.get_samples()["weight"])
     assert len(list((tmp_path / "draws").iterdir())) == second.num_draws
     with pytest.raises(ValueError, match="snapshots of another run.*Cure"):
         short(store=tmp_path / "draws")
 
 
-def test_seeds_give_equal_bits():
-    first, second, other = (short(seed=seed).get_samples()["weight"] for seed in (3, 3, 4))
+def test_seeds_give_equal_bits(whole):
+    torch.manual_seed(99)  # another place in the random stream
+    first = whole.get_samples()["weight"]
+    second, other = (short(seed=seed).get_samples()["weight"] for seed in (0, 4))
     assert first.equal(second) and not first.equal(other)
 
 
@@ -125,10 +133,9 @@ class Killed(Exception):
 
 @MAY_BE_SHORT
 @pytest.mark.parametrize("kill_at", [4, 13])  # in the warm-up, and after it
-def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
+def test_killed_and_resumed_gives_equal_bits(whole, tmp_path, monkeypatch, kill_at):
     file = tmp_path / "run" / "chains.pt"
     options = {"checkpoint_every": 3}
-    whole = short(**options)
     advance = module.MinibatchChains.advance
 
     def dying(self, *args):
@@ -149,9 +156,8 @@ def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
         short(checkpoint=file, max_epochs=9)
 
 
-def test_killed_before_the_second_checkpoint(tmp_path, monkeypatch):
+def test_killed_before_the_second_checkpoint(whole, tmp_path, monkeypatch):
     """Draws are there that the checkpoint knows nothing of."""
-    whole = short()
     file, append = tmp_path / "chains.pt", module.DrawStore.append
 
     def dying(self, draws):

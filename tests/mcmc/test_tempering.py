@@ -138,7 +138,9 @@ def test_the_policy_sets_the_width_of_labels():
     modes, draws = find_modes(Target(four()), starts=CORNERS), []
     for width in (2.0, 2.0, 1.0):
         torch.manual_seed(0)
-        draws.append(temper_from(four(), modes, num_particles=64, label_width=width).draws)
+        draws.append(
+            temper_from(four(), modes, num_particles=64, share=0.5, label_width=width).draws
+        )
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
 
 
@@ -175,8 +177,10 @@ def test_parts_of_one_mode_are_joined_and_separate_modes_are_not(dim, gap):
 
 
 def test_seeds_repeat_and_quantities_decide():
-    model = four()
-    first, again = (quick(model, guide={"x": CORNERS}, seed=3) for _ in range(2))
+    model, tempering = four(), TemperingPolicy(num_particles=64, share=0.5, max_error=1.0)
+    policy = ChainPolicy(tempering=tempering)
+    options = {"guide": {"x": CORNERS}, "seed": 3, "policy": policy}
+    first, again = (quick(model, **options) for _ in range(2))
     assert torch.equal(first.get_samples()["x"], again.get_samples()["x"])
     with pytest.raises(ValueError, match="quantities gave"):
         quick(model, guide={"x": CORNERS}, quantities=lambda draws: draws["x"].mean())

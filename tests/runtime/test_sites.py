@@ -14,7 +14,7 @@ from pyro.infer.reparam import LocScaleReparam
 
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, InjectiveELBO, fit, refine
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import FitPolicy, HeldOut, TrainingPolicy
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, HeldOut, TrainingPolicy
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.sites import is_data, unplated_as_events, unplated_dims
 
@@ -152,7 +152,11 @@ def test_a_step_is_that_of_a_loop(kind, elbo, vectorize_particles):
 
 
 def test_fit_and_refine(monkeypatch):
-    results = [fit(model, seed=0, progress=False) for model in (in_a_plate, in_a_loop)]
+    # Chains need not converge.
+    budget = BudgetPolicy(least_gradients=300, most_gradients=300, patience=1, patient_seconds=0.0)
+    options = {"seed": 0, "progress": False}
+    short = FitPolicy(budget=budget, training=TrainingPolicy(mean_field_steps=200))
+    results = [fit(model, policy=short, **options) for model in (in_a_plate, in_a_loop)]
     draws = [result.sample(1000) for result in results]
     for name, values in draws[0].items():
         torch.testing.assert_close(values.mean(0), draws[1][name].mean(0), atol=0.15, rtol=0)
@@ -162,7 +166,6 @@ def test_fit_and_refine(monkeypatch):
     assert refined.get_samples()["effect_1"].mean() == pytest.approx(-0.8, abs=0.3)
     # Many latents begin with a mean field of Pyro's.
     monkeypatch.setattr("pyro_implicit.fitting.refinement.MAX_DENSE_DIM", 1)
-    policy = FitPolicy(training=TrainingPolicy(mean_field_steps=200))
-    many = fit(in_a_plate, seed=0, progress=False, policy=policy)
+    many = fit(in_a_plate, policy=short, **options)
     assert "mean-field" in [stage.name for stage in many.stages]
     assert many.refined is not None and many.diagnose(progress=False).verdict != "do not trust"
