@@ -200,7 +200,9 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     scale, rate = first_scales(target, start, lr, limits)
     if target.is_vectorized and not parameters:
         seconds = min(limits.race_seconds, stages.limit.left(limits.race_share))
-        start, note = best_of_race(target, start, scale, rate, seconds, limits)
+        start, note = best_of_race(
+            target, start, scale, rate, seconds, limits, stages.options["compile"]
+        )
         scale, rate = first_scales(target, start, lr, limits)
     guide = mean_field_guide(stages.model, target, start, init_scale=scale)
     particles = min(stages.num_particles, policy.few_particles)

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import finite_log_prob
 from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.target import Target
@@ -74,18 +75,21 @@ def best_of_race(
     rate: float,
     seconds: float,
     policy: StartPolicy = DEFAULT.start,
+    compile: CompileMode = "auto",
 ) -> tuple[dict[str, Tensor], str]:
-    """Train mean fields from several initial values for a short time, and return the best one's.
+    """Return the best of several initial values: train a mean field from each for a short time.
 
-    They are trained together, each by one draw in a step. Chains that start from one mean field
-    see one mode only: ideal points whose signs two half-normal latent variables determine have a
-    mirrored mode 70 nats below.
+    All are trained together, each by one draw in a step. Chains see only the mode in which their
+    mean field ends. Ideal points whose signs are determined by two half-normal latent variables,
+    for instance, have a mirrored mode 70 nats below.
 
     :param values: one of the initial values, constrained, by site. Others are draws of the prior,
         and points between its medians and draws, in turns.
     :param scale: initial standard deviation.
     :param rate: the learning rate of Adam.
     :param seconds: a limit.
+    :param policy: the numbers of initial values and of steps.
+    :param compile: how the score is evaluated, as in :class:`~pyro_implicit.infer.ImplicitELBO`.
     :returns: the location of the mean field with the highest ELBO at the end, constrained; and the
         outcome in words, empty if ``seconds`` allows only few steps.
     """
@@ -98,7 +102,7 @@ def best_of_race(
     first = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
     loc = torch.cat([first, target.init_loc + shares * (drawn - target.init_loc)])
     log_scale = torch.full_like(loc, math.log(scale))
-    score = TracedScore(target.score, steps)
+    score = TracedScore(target.score, steps, compile)
     optimizer = torch.optim.Adam([loc, log_scale], lr=rate)
     elbos = []
     for _ in range(steps):
@@ -109,7 +113,8 @@ def best_of_race(
         loc.grad, log_scale.grad = -gradient, -gradient * log_scale.exp() * noise - 1.0
         optimizer.step()
     constant = 0.5 * target.latent_dim * math.log(2 * math.pi * math.e)
-    ends = torch.stack(elbos[steps * 3 // 4 :]).nan_to_num(-math.inf).median(0).values + constant
+    ends = torch.stack(elbos[steps * 3 // 4 :]).median(0).values + constant
+    ends = ends.nan_to_num(-math.inf, -math.inf, -math.inf)  # a spike of the density is no mode
     best = int(ends.argmax())
     outcome = (
         f"; the best of {len(loc)} starts, with an ELBO of {ends[best]:.0f} after {steps} steps"
