@@ -87,10 +87,9 @@ def counts_log_prob(y):
 
 @pytest.fixture(scope="module")
 def fitted():
-    short = HierarchyPolicy(num_pilot=100, num_starts=2, search_rounds=1)
     return fit(
         counts, batches=[(y,) for y in data().split(700)], amortize="conditional", seed=0,
-        policy=FitPolicy(hierarchy=short), progress=False,
+        progress=False,
     )  # fmt: skip
 
 
