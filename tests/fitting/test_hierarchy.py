@@ -18,7 +18,7 @@ from torch import distributed
 from pyro_implicit import diagnose, fit
 from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
-from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy
 from pyro_implicit.fitting.hierarchy import (
     _choose_rule,
     _climb_all,
@@ -238,10 +238,12 @@ def test_modes_far_below_the_best_are_dropped():
 def test_a_skewed_posterior_of_eight_groups(by_chains):
     policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
     if by_chains:
-        policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))
-        options["max_seconds"] = 10.0
+        budget = BudgetPolicy(
+            most_chains=64, least_gradients=150, most_gradients=150, patient_seconds=0.0
+        )
+        policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0), budget=budget)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "chains of the global variables stopped at max_seconds")
+        warnings.filterwarnings("ignore", "chains of the global variables stopped at max_gradients")
         result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
     assert [stage.name for stage in result.stages][-1] == ("refine" if by_chains else "correct")
     assert result.stages[-1].error is None
