@@ -293,23 +293,20 @@ class TracedScore:
         programs = self._programs
         key = _key(latent)
         program, is_due = programs.find(key)
-        if program is not None and not is_due:
-            with suppress(IndexError):  # of an overflow, which the plain score leaves out
-                log_prob, score = program([latent])
-                return log_prob, score
-            return self.plain(latent)
-        found = self.plain(latent)
+        own = None
         if program is not None:
-            try:
+            with suppress(IndexError):  # of an overflow, which the plain score leaves out
                 own = program([latent])
-            except IndexError:
-                return found
+            if own is not None and not is_due:
+                return own[0], own[1]
+        found = self.plain(latent)
+        if own is not None:
             if difference := disagreement(own, found):
                 cause = f"a recording disagrees with it: {difference}"
                 programs.give_up("the log-density", cause, is_wrong=True)
             else:  # chains that resume compare at other calls, and rounding must be the same
                 found = own[0], own[1]
-        elif programs.refusal is None:
+        elif program is None and programs.refusal is None:
             inputs = latent.clone()
             programs.record(
                 "the log-density",

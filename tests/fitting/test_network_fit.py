@@ -112,10 +112,7 @@ def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds):
         return original(evaluate, optimiser, clip_norm, args, kwargs)
 
     monkeypatch.setattr(training, "_step", step)
-    seconds = 5.0 if chain_seconds else 3.0
-    network = replace(
-        POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=seconds
-    )
+    network = replace(POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=5.0)
     means = {}
     for most_rows in (1000, 30):
         policy = FitPolicy(network=replace(network, most_rows=most_rows, batch_rows=20))
@@ -257,7 +254,7 @@ def test_slow_gradients_of_a_recurrent_network_leave_the_time_to_the_ensemble(mo
 
     # The counts promise hundreds of gradients, the clock none.
     monkeypatch.setattr(network_fit, "_measured_seconds", lambda target, members: 60.0)
-    x, options = torch.randn(40, 5, 1), {"seed": 0, "progress": False, "max_seconds": 1.0}
+    x, options = torch.randn(40, 5, 1), {"seed": 0, "progress": False, "max_seconds": 2.0}
     model = regressor(to_bayesian_(Last()), 40, noise=0.1)
     policy = FitPolicy(network=NetworkPolicy(num_members=4, least_gradients=50))
     with pytest.warns(UserWarning, match="one particle at a time|after .* steps"):
