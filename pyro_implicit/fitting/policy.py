@@ -370,8 +370,8 @@ class StartPolicy:
     #: Draws by which the scale is judged.
     num_draws: int = 8
 
-    #: Mean fields that are trained together from different starts; with ideal points, one to five of
-    #: eight ended in the right mode. Their steps, at most; with fewer than the least, none are.
+    #: Mean fields that are trained together from different starts; with ideal points, one to five
+    #: of eight ended in the right mode. Their steps, at most; with fewer than the least, none are.
     num_raced: int = 16
     race_steps: int = 200
     least_race_steps: int = 50
