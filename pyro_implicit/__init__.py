@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pyro_implicit.density import SupportReparam
 from pyro_implicit.diagnostics import compare, diagnose, simulation_based_calibration
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.fitting import compare_models, fit, fit_simulator
@@ -85,6 +86,7 @@ __all__ = [
     "ResidualGenerator",
     "ScoreELBO",
     "SemiImplicit",
+    "SupportReparam",
     "compare",
     "compare_models",
     "diagnose",

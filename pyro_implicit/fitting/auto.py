@@ -16,6 +16,7 @@ from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.compiled import CompileMode, check_mode
+from pyro_implicit.density.checks import MovingSupportError
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
@@ -339,8 +340,13 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     def make_target() -> Target:
         return Target(stages.model, *stages.args, model_kwargs=stages.kwargs, sample_discrete=True)
 
+    target: Target | None = None
     try:
-        target = make_target()
+        while target is None:
+            try:
+                target = make_target()
+            except MovingSupportError as error:
+                stages.declare_supports(error.names)
         if target.unplated and not target.sampled:
             stages.declare_events(target.unplated)
             target = make_target()

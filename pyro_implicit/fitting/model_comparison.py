@@ -265,9 +265,9 @@ def compare_models(
             notes[name] = str(error)
             continue
         try:
-            model, args, kwargs = one.source
+            _, args, kwargs = one.source
             bounds[name] = evidence_bound(
-                model, one.guide, *args, progress=False, model_kwargs=kwargs
+                one.model, one.guide, *args, progress=False, model_kwargs=kwargs
             )
         except (TypeError, ValueError):
             pass  # the guide has no density
@@ -367,9 +367,9 @@ def _subsamples(
     if batches is not None:
         targets, stream = {}, BatchStream(batches)
         for name, one in results.items():
-            model, args, kwargs = one.source
+            _, args, kwargs = one.source
             targets[name] = Target.of_minibatches(
-                model, *args, batch=stream.probed[0], model_kwargs=kwargs
+                one.model, *args, batch=stream.probed[0], model_kwargs=kwargs
             )
         return subsample_batches(targets, draws, batches, number)
     for name, one in results.items():

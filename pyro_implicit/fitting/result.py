@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.decisions.policy import DECISIONS
@@ -21,6 +22,7 @@ from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.angles import on_one_turn
 from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
@@ -98,6 +100,9 @@ class Fit(Printed):
     :param source: the model, its arguments and its keyword arguments.
     :param unplated: by site, the number of the model's batch dimensions outside of plates, which
         are dimensions of an event for the guide.
+    :param supports: the sites whose supports depend on others. The guide and the chains have their
+        positions within the supports (:class:`~pyro_implicit.SupportReparam`), and :meth:`sample`
+        and :attr:`posterior` their values, too.
     :param turns: by site, the middle of the turn of the circle in which its angles lie; None for
         angles at whose ends the density ends.
     :param marginal: the fit of the latent variables that remain after the others were integrated
@@ -127,6 +132,7 @@ class Fit(Printed):
     minibatches: bool = False
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
     unplated: dict[str, int] = field(default_factory=dict, repr=False)
+    supports: tuple[str, ...] = field(default=(), repr=False)
     turns: dict[str, Tensor | None] = field(default_factory=dict, repr=False)
     marginal: Fit | None = field(default=None, repr=False)
     draws: StoredDraws | None = field(default=None, repr=False)
@@ -140,12 +146,18 @@ class Fit(Printed):
 
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
-        model, args, kwargs = self._of_all_data()
+        args, kwargs = self._of_all_data()
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with seeded(0, device):  # a loaded result, too, repeats its draws
-            model = on_one_turn(model, self.turns) if self.turns else model
+            model = on_one_turn(self.model, self.turns) if self.turns else self.model
             return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
+
+    @property
+    def model(self) -> Any:
+        """The model that was fitted: ``source``'s, with positions instead of moving supports."""
+        model = self.source[0]
+        return on_fixed_supports(model, self.supports) if self.supports else model
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all fields; ``target`` and ``marginal`` have runs, which cannot be copied."""
@@ -157,7 +169,7 @@ class Fit(Printed):
         self._attach()
 
     def _attach(self) -> None:
-        model = self.source[0]
+        model = self.model
         if isinstance(self.guide, (AutoConditional, AutoHierarchical)) and model is not None:
             model = unplated_as_events(model, self.unplated) if self.unplated else model
             model = on_one_turn(model, self.turns) if self.turns else model
@@ -182,16 +194,32 @@ class Fit(Printed):
         if corrected is None:
             corrected = self.correction is not None
         if corrected:
-            return self._corrected(num_samples)
+            return self._with_values(self._corrected(num_samples))
         has_draws = self.refined is not None or self.draws is not None
-        guide = self.posterior if has_draws else self.guide
-        return draw(guide, num_samples, *args, **kwargs)
+        guide = self._posterior(num_samples) if has_draws else self.guide
+        return self._with_values(draw(guide, num_samples, *args, **kwargs))
 
     @property
     @in_turn
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
-        return self._posterior(self.policy.choice.num_kept)
+        number = self.policy.choice.num_kept
+        found = self._posterior(number)
+        if not self.supports:
+            return found
+        draws = found.samples if isinstance(found, StoredDraws) else draw(found, number)
+        return StoredDraws(self._with_values(draws))
+
+    def _with_values(self, draws: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add the values of sites whose positions were drawn."""
+        if not self.supports:
+            return draws
+
+        def read(trace: Trace) -> dict[str, Tensor]:
+            return {name: trace.nodes[name]["value"] for name in self.supports}
+
+        with torch.no_grad():
+            return draws | self.target.read_at(draws, read)
 
     def _posterior(self, num_corrected: int) -> Any:
         if self.draws is not None:
@@ -281,11 +309,18 @@ class Fit(Printed):
         :param model_kwargs: keyword arguments of the model.
         :param options: options of :func:`~pyro_implicit.fit`, such as ``seed``, ``max_seconds`` and
             ``batches``.
+        :raises ValueError: also for latent variables whose supports depend on others.
         :returns: the result of ``fit``. Its first stage tells how close the prior is to this
             posterior, by k-hat and effective sample size of importance weights (unknown if the
             prior has only some of the sites), and how many modes the new data have excluded.
         """
         policy = (options.get("policy") or self.policy).update
+        if self.supports:
+            raise ValueError(
+                f"update needs fixed supports, but that of latent '{self.supports[0]}' depends on "
+                "other latents. Cure: fit and update the model pyro.poutine.reparam(model, "
+                f"{{'{self.supports[0]}': pyro_implicit.SupportReparam()}})"
+            )
         audience = watching(False, options.get("callbacks", ()))
         with seeded(options.get("seed")), audience, new_stage("prior") as line:
             first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
@@ -346,8 +381,8 @@ class Fit(Printed):
         :param reference: an ``MCMC``, draws or another guide.
         :param options: options of that function.
         """
-        model, args, kwargs = self.source
-        return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
+        _, args, kwargs = self.source
+        return compare(self.model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
 
     def summary(self, num_samples: int | None = None, hdi_prob: float = 0.9) -> Any:
         """Return ArviZ's summary of each element of each site.
@@ -516,7 +551,8 @@ class Fit(Printed):
         if self.refined is not None:
             chains = self.refined.get_samples(group_by_chain=True)
             count, length = next(iter(chains.values())).shape[:2]
-            return {n: v[:, :: max(1, count * length // num_draws)] for n, v in chains.items()}
+            few = {n: v[:, :: max(1, count * length // num_draws)] for n, v in chains.items()}
+            return self._by_chain(few)
         if self.guide is None:
             raise ValueError(
                 'the result has no posterior draws. Cure: the result of fit(model, "auto", ...)'
@@ -524,6 +560,12 @@ class Fit(Printed):
         number = DECISIONS.num_groups * max(1, num_draws // DECISIONS.num_groups)
         draws = self.sample(number, *self.source[1], **self.source[2])
         return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
+
+    def _by_chain(self, chains: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add the values of sites whose positions were drawn to draws by chain."""
+        lead = next(iter(chains.values())).shape[:2]
+        draws = self._with_values({name: value.flatten(0, 1) for name, value in chains.items()})
+        return {name: value.unflatten(0, lead) for name, value in draws.items()}
 
     @property
     def resampling_efficiency(self) -> float:
@@ -554,12 +596,14 @@ class Fit(Printed):
             :meth:`~pyro_implicit.export.ArvizExport.to_datatree`.
         """
         if num_samples is None and self.refined is not None:
-            posterior = joined(self.refined.get_samples(group_by_chain=True), num_chains)
+            chains = self._by_chain(self.refined.get_samples(group_by_chain=True))
+            posterior = joined(chains, num_chains)
         else:
             number = num_samples or self.policy.num_exported
             draws = self.sample(number, *self.source[1], **self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
-        groups = model_groups(posterior, self.source, log_likelihood, posterior_predictive, prior)
+        source = (self.model, *self.source[1:])
+        groups = model_groups(posterior, source, log_likelihood, posterior_predictive, prior)
         return as_datatree(groups, coords, dims)
 
     def to_inferencedata(self, *args: Any, **kwargs: Any) -> Any:
@@ -614,7 +658,7 @@ class Fit(Printed):
         result = cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
         result._attach()
         if result._misses_data() is None and not result.minibatches:
-            refuse_unfit_guide(model, result.guide, *result.source[1:])
+            refuse_unfit_guide(result.model, result.guide, *result.source[1:])
         put_back(content["parameters"], model)
         return result
 
@@ -628,7 +672,7 @@ class Fit(Printed):
             pass
         return None
 
-    def _of_all_data(self) -> tuple[Any, tuple, dict[str, Any]]:
+    def _of_all_data(self) -> tuple[tuple, dict[str, Any]]:
         if self.minibatches:
             raise SubsampledError(
                 "the model was fitted by minibatches, but this function needs all data. Cure: "
@@ -641,7 +685,7 @@ class Fit(Printed):
                 f"the model cannot run with the arguments that this result has ({missing}). Cure: "
                 "give Fit.load the model's data: Fit.load(path, model, x, y)"
             ) from missing
-        return self.source
+        return self.source[1:]
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
         if not has_exact_density(self.guide):
@@ -693,6 +737,8 @@ class Fit(Printed):
         if self.parameters:
             values = {name: one.constrained for name, one in self.parameters.items()}
             yield f"learnt parameters: {describe(values)}"
+        for name in self.supports:
+            yield f"'{name}' has a support that depends on others: '{name}_base' is its position"
         if symmetries := getattr(self.refined, "symmetries", str(self.symmetries or "")):
             yield f"symmetries: {symmetries}; each draw was moved by random ones"
         target: Target | None = vars(self).get("target")

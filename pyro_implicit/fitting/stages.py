@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import confirmed, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
@@ -147,6 +148,14 @@ class Stages:
         """
         self.model = self.trained = unplated_as_events(self.model, dims)
         self.result.unplated = dims
+
+    def declare_supports(self, names: Collection[str]) -> None:
+        """Sample latent variables with moving supports by their positions in all stages.
+
+        :param names: see :func:`~pyro_implicit.density.supports.on_fixed_supports`.
+        """
+        self.model = self.trained = on_fixed_supports(self.model, names)
+        self.result.supports += tuple(names)
 
     def declare_turns(self, centres: Mapping[str, torch.Tensor | None]) -> None:
         """Keep the model's latent angles within one turn in all stages.

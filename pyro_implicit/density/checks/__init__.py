@@ -45,6 +45,7 @@ from pyro_implicit.runtime.sites import (
 )
 
 __all__ = [
+    "MovingSupportError",
     "explain",
     "refuse_missing_data",
     "refuse_moving_sites",
@@ -188,6 +189,29 @@ def _warn_of_masked(name: str, site: Site) -> None:
     )
 
 
+class MovingSupportError(ValueError):
+    """The supports of latent variables depend on others, or on parameters.
+
+    :param message: names site and cure.
+    :param names: all such sites.
+    """
+
+    def __init__(self, message: str, names: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+def _moving(causes: dict[str, str]) -> MovingSupportError:
+    name, cause = next(iter(causes.items()))
+    return MovingSupportError(
+        f"the support of latent '{name}' changes with {cause}, but its unconstrained "
+        "coordinate belongs to one support: posterior mass outside of it would be lost. Cure: "
+        f"pyro.poutine.reparam(model, {{'{name}': pyro_implicit.SupportReparam()}}), which "
+        f"samples its position '{name}_base' within the support",
+        causes,
+    )
+
+
 def refuse_moving_supports(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], latents: Trace
 ) -> None:
@@ -196,7 +220,8 @@ def refuse_moving_supports(
     The model is run once more if a support has tensors for bounds.
 
     :param latents: of a run of the model.
-    :raises ValueError: naming site and cure; also for a site that the other run does not have.
+    :raises MovingSupportError: naming sites and cure.
+    :raises ValueError: for a site that the other run does not have.
     """
     sites = {name: s for name, s in latents.nodes.items() if not is_discrete_latent(s)}
     first = {name: site["fn"] for name, site in sites.items() if _has_bounds(site["fn"])}
@@ -212,27 +237,18 @@ def refuse_moving_supports(
             nodes = Model(model, args, kwargs, latents.copy()).run(values).nodes
     except IMPOSSIBLE:
         return
+    causes = {}
     for name, fn in first.items():
         if name not in nodes:
             raise varying_site(name)
         other = nodes[name]["fn"]
         pairs = list(zip(support_bounds(fn.support), support_bounds(other.support), strict=True))
-        cause = f"other latents ({fn.support} in one run, {other.support} in another)"
-        if all(torch.equal(one, two) for one, two in pairs):
-            if not any(bound.requires_grad for _, bound in pairs):
-                continue
-            cause = "parameters that are learnt"
-        raise _moving_support(name, cause)
-
-
-def _moving_support(name: str, cause: str) -> ValueError:
-    return ValueError(
-        f"the support of latent '{name}' changes with {cause}, but its unconstrained "
-        "coordinate belongs to one support: posterior mass outside of it would be lost. Cure: "
-        "sample on a fixed support and move the value: for Uniform(0, a), "
-        f"part = pyro.sample('{name}_part', dist.Uniform(0, 1)); "
-        f"{name} = pyro.deterministic('{name}', a * part)"
-    )
+        if not all(torch.equal(one, two) for one, two in pairs):
+            causes[name] = f"other latents ({fn.support} in one run, {other.support} in another)"
+        elif any(bound.requires_grad for _, bound in pairs):
+            causes[name] = "parameters that are learnt"
+    if causes:
+        raise _moving(causes)
 
 
 def refuse_moving_sites(first: Trace, others: Iterable[Trace], names: Iterable[str]) -> None:
@@ -263,7 +279,7 @@ def refuse_moving_sites(first: Trace, others: Iterable[Trace], names: Iterable[s
             if not one.support.is_discrete and _has_bounds(one):
                 bounds = zip(support_bounds(one.support), support_bounds(two.support), strict=True)
                 if not all(torch.equal(a, b) for a, b in bounds):
-                    raise _moving_support(name, cause)
+                    raise _moving({name: cause})
 
 
 def _shifted(site: Site, shift: float) -> Tensor:
