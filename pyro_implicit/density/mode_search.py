@@ -301,11 +301,16 @@ def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
 
 def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) -> int | None:
     """Return the index of the best Gaussian that is better than ``best``, if there is one."""
-    for index in here.elbo.argsort(descending=True).tolist():
-        if best is not None and not here.elbo[index] > best.elbo[0]:
-            break
-        if not is_rounding(target, torch.stack([here.loc[index], highest[index]])).any():
-            return int(index)
+    order = here.elbo.argsort(descending=True)
+    if best is not None:
+        order = order[here.elbo[order] > best.elbo[0]]
+    size = 1  # most often the first one is sound; near a spike hundreds are not
+    while len(order):
+        few, order, size = order[:size], order[size:], 2 * size
+        is_sound = ~is_rounding(target, torch.cat([here.loc[few], highest[few]]))
+        is_sound = is_sound.reshape(2, -1).all(0)
+        if is_sound.any():
+            return int(few[is_sound.byte().argmax()])
     return None
 
 

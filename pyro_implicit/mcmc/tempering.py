@@ -52,7 +52,9 @@ class ModeWeights(NamedTuple):
     ``weights`` and their standard ``errors`` are ``(num_modes,)``, heaviest first. Several normals
     describe each mode, and a point belongs to the likeliest; modes between which the log-density
     does not dip are joined. ``log_evidence``, with its error, is the logarithm of the integral of
-    the model's density.
+    the model's density. The error is the spread of particles, which does not know of tails that few
+    particles reach: on five correlated variables, some at their bounds, the estimate lay .08 nats
+    below that of importance sampling, with an error of .01.
     """
 
     weights: Tensor
