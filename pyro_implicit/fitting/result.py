@@ -738,7 +738,10 @@ class Fit(Printed):
             values = {name: one.constrained for name, one in self.parameters.items()}
             yield f"learnt parameters: {describe(values)}"
         for name in self.supports:
-            yield f"'{name}' has a support that depends on others: '{name}_base' is its position"
+            yield (
+                f"the support of '{name}' depends on others: guide and chains have its position "
+                f"'{name}_base', sample() and posterior also its value"
+            )
         if symmetries := getattr(self.refined, "symmetries", str(self.symmetries or "")):
             yield f"symmetries: {symmetries}; each draw was moved by random ones"
         target: Target | None = vars(self).get("target")

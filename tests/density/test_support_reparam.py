@@ -141,7 +141,7 @@ def test_fit_has_the_exact_posterior(fitted, counts):
     logs = ratio.log()  # exponential with rate 3
     assert logs.min() > 0 and logs.mean().item() == pytest.approx(1 / 3, rel=0.1)
     assert fitted.supports == ("second", "margin")
-    assert "'second_base' is its position" in str(fitted)
+    assert "the support of 'second' depends on others" in str(fitted)
     assert fitted.diagnose().verdict == "trust"
 
 
