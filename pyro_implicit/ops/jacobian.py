@@ -13,7 +13,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -394,17 +393,19 @@ def hessian_products(
     seeds = directions.to(score).reshape(shape).expand(-1, *points.shape)
     if not score.requires_grad:  # of a linear function
         return torch.zeros_like(seeds)
-    options: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph}
+
+    def product(seed: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(
+            score, points, seed, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        return torch.zeros_like(seed) if found is None else found
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a missing rule, and a slow loop instead
-            (products,) = torch.autograd.grad(
-                score, points, seeds, is_grads_batched=True, allow_unused=True, **options
-            )
-        return torch.zeros_like(seeds) if products is None else products
+            return torch.func.vmap(product)(seeds)
     except RuntimeError:
-        parts = [torch.autograd.grad(score, points, one, **options)[0] for one in seeds]
-        return torch.stack(parts)
+        return torch.stack([product(seed) for seed in seeds])
 
 
 @functools.cache
