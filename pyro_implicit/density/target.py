@@ -440,7 +440,7 @@ class Target:
         points = nearby(self.init_loc, 2).requires_grad_()
         try:
             with torch.enable_grad():
-                density = self._by_model(points) - self._values(points)[1]
+                density = self._by_model(points) - self.log_det(points)
                 (score,) = torch.autograd.grad(density.sum(), points)
         except Exception:  # the model has no gradient there
             return
@@ -556,10 +556,37 @@ class Target:
             log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
         return log_prob.masked_fill(log_prob.isnan(), -math.inf)
 
+    def log_prob_by_site(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-density, differentiable, at coordinates that are given by site.
+
+        A gradient by some sites then does not pass through functions of the others, such as the
+        factor of their covariance.
+
+        **Example:**
+
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        ...     pyro.sample("x", dist.Normal(0.0, scale))
+        >>> Target(model).log_prob_by_site({"scale": torch.zeros(2), "x": torch.ones(2)})
+        tensor([-2.3379, -2.3379])
+
+        :param parts: by site, ``(num_draws, *unconstrained_shape)``.
+        :returns: ``(num_draws,)``; where the log-density is not finite, so may be gradients.
+        """
+        ordered = {name: parts[name] for name in self.shapes}
+        if self._fused is not None and self._fused.refusal is None:
+            flat = [part.reshape(len(part), -1) for part in ordered.values()]
+            return self.log_prob(torch.cat(flat, -1))
+        return self._by_parts(ordered)
+
     def _by_model(self, latent: Tensor) -> Tensor:
-        values, log_det = self._values(latent)
+        return self._by_parts(self.split(latent))
+
+    def _by_parts(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values, log_det = self._values(parts)
         total = self._sum_of_terms if self.sampled else total_log_prob
-        return self._map(values, total, otherwise=latent.new_full((), -math.inf)) + log_det
+        return self._map(values, total, otherwise=log_det.new_full((), -math.inf)) + log_det
 
     def terms(self, latent: Tensor) -> Tensor:
         """Return the log-density term by term: an element of a site's log-density each.
@@ -580,7 +607,7 @@ class Target:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws, num_terms)``.
         """
-        return self._map(self._values(latent)[0], self._terms_of)
+        return self._map(self.constrain(latent), self._terms_of)
 
     def log_det(self, latent: Tensor) -> Tensor:
         """Return the log-determinants of the bijections, ``(num_draws,)``.
@@ -595,7 +622,7 @@ class Target:
 
         :param latent: ``(num_draws, latent_dim)``.
         """
-        return self._values(latent)[1]
+        return self._values(self.split(latent))[1]
 
     def sites_of_terms(self) -> list[str]:
         """Return the name of the site of each of the :meth:`terms`.
@@ -653,18 +680,19 @@ class Target:
         return self._terms_of(trace).sum()
 
     def _of_one(self, latent: Tensor) -> Tensor:
-        values, log_det = self._values(latent)
+        values, log_det = self._values(self.split(latent))
         with poutine.block(), pyro.validation_enabled(False), RunMode():
             return total_log_prob(prune_subsample_sites(self._model.run(values))) + log_det
 
-    def _values(self, latent: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _values(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         values: dict[str, Tensor] = {}
         log_det: Any = 0.0
-        for name, part in self.split(latent).items():
+        for name, part in parts.items():
             transform = self.transforms[name]
             values[name] = transform(part)
             term = transform.log_abs_det_jacobian(part, values[name])
-            log_det = log_det + sum_rightmost(term, term.dim() - latent.dim() + 1)
+            num_batch = part.dim() - len(self.shapes[name])
+            log_det = log_det + sum_rightmost(term, term.dim() - num_batch)
         return values, log_det
 
     def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:

@@ -657,10 +657,10 @@ class IntegrationPolicy:
     least_draws: int = 1024
 
     #: Seconds: budget of these draws.
-    draw_seconds: float = 60.0
+    draw_seconds: float = 15.0
 
     #: Seconds: budgets of the two judgements of importance weights, and their least draws.
-    weigh_seconds: float = 10.0
+    weigh_seconds: float = 5.0
     least_weighed: int = 200
 
     #: Seconds: budget of the search, which determines the number of paths.
