@@ -660,7 +660,7 @@ class IntegrationPolicy:
     draw_seconds: float = 15.0
 
     #: Seconds: budgets of the two judgements of importance weights, and their least draws.
-    weigh_seconds: float = 5.0
+    weigh_seconds: float = 10.0
     least_weighed: int = 200
 
     #: Seconds: budget of the search, which determines the number of paths.
