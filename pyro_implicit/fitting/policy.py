@@ -29,6 +29,7 @@ from pyro_implicit.ops.quadrature import NormalRule
 
 __all__ = [
     "DEFAULT",
+    "DENORMAL_MARGIN",
     "DRAWS_AT_ONCE",
     "BudgetPolicy",
     "ChoicePolicy",
@@ -47,6 +48,10 @@ __all__ = [
 
 #: Draws of a guide whose importance weights are computed together; bounds memory.
 DRAWS_AT_ONCE = 2000
+
+#: Multiple of the least normal number below which trainings round parameters to zero: a margin for
+#: the steps until they are rounded again.
+DENORMAL_MARGIN = 1e8
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from pyro_implicit.fitting.checkpoint import (
     save_checkpoint,
 )
 from pyro_implicit.fitting.parameters import are_all_of_guide, trained_parameters
-from pyro_implicit.fitting.policy import DEFAULT, HeldOutPolicy, Schedule
+from pyro_implicit.fitting.policy import DEFAULT, DENORMAL_MARGIN, HeldOutPolicy, Schedule
 from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
@@ -201,6 +201,8 @@ def train(
                         args = (*shared, *batches.next())
                     value = _step(evaluate, optimiser, schedule.clip_norm, args, kwargs)
                     state.losses.append(value)
+                    if (step + 1) % schedule.window == 0:
+                        _round_to_zero(optimisers.values())
                     if batches is not None and math.isnan(state.losses[-1]):
                         _refuse_missing_data(model, args, kwargs, batches)
                     watched.step(values=partial(dict, loss=value))
@@ -235,6 +237,24 @@ def train(
             optimiser.zero_grad()  # a later SVI would add to them
             line.outcome = f"{len(state.losses)} steps"
         return state.losses
+
+
+@torch.no_grad()
+def _round_to_zero(optimisers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set parameters and their running means to zero before they become denormal.
+
+    A prior pulls weights without data to zero, such as those of black pixels, and products with
+    denormal numbers take ten times as long: 101 ms instead of 12 for a step of a network of
+    784-400-400-10 units after 44,000 steps.
+    """
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            for parameter in group["params"]:
+                means = optimiser.state.get(parameter, {}).values()
+                for value in (parameter, *means):
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        least = DENORMAL_MARGIN * torch.finfo(value.dtype).tiny
+                        value.masked_fill_(value.abs() < least, 0.0)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.distributions import constraints
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoIAFNormal, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoIAFNormal, AutoNormal, init_to_value
 
 from pyro_implicit import fit
 from pyro_implicit.fitting import FitPolicy, TrainingPolicy
@@ -380,3 +380,18 @@ def test_parameters_that_a_guide_shares_are_trained_once():
     parameters = trained_parameters(model, guide, Trace_ELBO(), (), {})
     assert len({id(value) for value in parameters.values()}) == len(parameters) > 0
     assert len(fit(model, guide, num_steps=2, progress=False).losses) == 2
+
+
+def test_weights_that_a_prior_pulls_to_zero_do_not_become_denormal():
+    """Products with denormal numbers take ten times as long."""
+    start = torch.tensor([1e-39, 1e-33, 1.0])  # the last has data
+
+    def model():
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1e3).to_event(1))
+        pyro.sample("y", dist.Normal(weight[-1], 1.0), obs=torch.tensor(2.0))
+
+    guide = AutoDelta(model, init_loc_fn=init_to_value(values={"weight": start}))
+    schedule = Schedule(num_steps=100, lr=1e-3)
+    train(model, guide, ImplicitELBO(1), schedule=schedule)
+    found = guide.median()["weight"]
+    assert (found[:2] == 0).all() and 1.05 < found[2] < 1.1
