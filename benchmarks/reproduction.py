@@ -112,7 +112,7 @@ def autoencoders() -> list[Comparison]:
         (8, 500, 3000, {"gaussian": "-97.3", "kivi": "-94.8"}),
         (10, 200, 0, {"gaussian": "-98.29", "sivi": "-97.77", "uivi": "-94.09"}),
     ):
-        for encoder in (*papers, "livi", "injective", "gaussian-iw"):
+        for encoder in (*papers, "livi", "injective", "gaussian-iw", "injective-iw"):
             where = {"encoder": encoder, "latent_dim": latents, "hidden": hidden}
             title, paper = f"VAE, {latents} latents", papers.get(encoder, "")
             rows.append(Comparison(title, encoder, paper, files, where, measures, full))
