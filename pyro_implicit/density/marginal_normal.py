@@ -103,8 +103,7 @@ class NormalMarginal(Marginal):
     def _log_prob(self, rest: Tensor, points: Tensor) -> Tensor:
         own = self._to_latent(points)
         parts = site_parts(rest.to(own), self.shapes) | site_parts(own, self._own)
-        log_prob = self._exact.log_prob_by_site(parts).double()
-        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
+        return self._exact.log_prob_by_site(parts).double()
 
     def _gradient(self, rest: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
         """Return the joint log-density and its gradient by ``points``, with its graph."""

@@ -572,13 +572,14 @@ class Target:
         tensor([-2.3379, -2.3379])
 
         :param parts: by site, ``(num_draws, *unconstrained_shape)``.
-        :returns: ``(num_draws,)``; where the log-density is not finite, so may be gradients.
+        :returns: ``(num_draws,)``, as :meth:`log_prob`; but gradients may be NaN where it is -inf.
         """
         ordered = {name: parts[name] for name in self.shapes}
         if self._fused is not None and self._fused.refusal is None:
             flat = [part.reshape(len(part), -1) for part in ordered.values()]
             return self.log_prob(torch.cat(flat, -1))
-        return self._by_parts(ordered)
+        log_prob = self._by_parts(ordered)
+        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
 
     def _by_model(self, latent: Tensor) -> Tensor:
         return self._by_parts(self.split(latent))

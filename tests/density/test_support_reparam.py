@@ -114,7 +114,7 @@ def shares(counts):
     """Uniform shares of three classes, one after the other."""
     first = pyro.sample("first", dist.Beta(torch.tensor(1.0), 2.0))
     second = pyro.sample("second", dist.Uniform(torch.zeros(()), 1 - first))
-    with pyro.plate("margins", 2):  # beside the shares, and without data
+    with pyro.plate("margins", 2):  # given the shares, without data
         pyro.sample("margin", dist.Pareto(first + second, 3.0))
     probs = torch.stack([first, second, 1 - first - second])
     pyro.sample("counts", dist.Multinomial(9, probs), obs=counts)
