@@ -23,7 +23,7 @@ from pyro_implicit.diagnostics.quantities import Function, element_labels, value
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, quiet_arviz
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import RELIABLE_KHAT
-from pyro_implicit.runtime.messages import Printed, Table
+from pyro_implicit.runtime.messages import Printed, Table, refuse_string
 from pyro_implicit.runtime.sites import is_data, names_in_plates_of
 
 if TYPE_CHECKING:
@@ -156,9 +156,11 @@ def power_scaling(
     :param prior_sites: the sites whose prior is scaled; see :meth:`Fit.sensitivity
         <pyro_implicit.fitting.Fit.sensitivity>`.
     :param quantities: a function of draws by site; by default all elements of all sites.
+    :raises TypeError: for ``prior_sites`` that are a string.
     :raises ValueError: for draws that are all one point, an unknown site, no top-level prior, or
         densities that are not finite.
     """
+    refuse_string(prior_sites=prior_sites)
     refuse_point(draws)
     flat = {name: draws[name].flatten(0, 1) for name in target.shapes}
     if prior_sites is None:

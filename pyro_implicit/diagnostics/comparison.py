@@ -15,7 +15,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 
 from pyro_implicit.diagnostics.quantities import element_labels, index_label
-from pyro_implicit.runtime.messages import Printed, Table, short_repr
+from pyro_implicit.runtime.messages import Printed, Table, refuse_string, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -366,6 +366,7 @@ def _coordinates(
     draws: Mapping[str, Mapping[str, Tensor]], sites: Sequence[str] | None, max_coordinates: int
 ) -> list[tuple[str, tuple[int, ...]]]:
     """The coordinates to show: the first of each site, then the second of each, and so on."""
+    refuse_string(sites=sites)
     first = next(iter(draws.values()), {})
     common = [name for name in first if all(name in other for other in draws.values())]
     chosen = common if sites is None else list(sites)

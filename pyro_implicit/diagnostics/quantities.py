@@ -81,8 +81,12 @@ def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: 
     else:
         rest = ", given the rest," if given_rest and len(labels) > 1 else ""
         text = f"the sd {where}{rest} is {worst.error:.2f} times what it should be"
-    # Single coordinates of a direction may have errors, too.
-    singles = [f for f in others if len(f.terms) == 1 and f.terms != worst.terms]
+    # Single coordinates of a direction may have errors, too. Each is named once, with its worst.
+    singles: list[Fault] = []
+    for fault in others:
+        known = [worst.terms, *(one.terms for one in singles)]
+        if len(fault.terms) == 1 and fault.terms not in known:
+            singles.append(fault)
     named = [f"{_direction(f, labels)} ({_short(f)})" for f in singles[: REPORT.max_named - 1]]
     if len(singles) > len(named):
         named.append(f"{len(singles) - len(named)} more")

@@ -39,6 +39,7 @@ from pyro_implicit.runtime.messages import (
     Table,
     refuse_counts,
     refuse_nonpositive,
+    refuse_string,
 )
 from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
 from pyro_implicit.runtime.sites import constrained_parts, is_data, site_parts, survives
@@ -69,6 +70,7 @@ class _Simulator:
         kwargs: dict[str, Any],
         sites: Collection[str] | None,
     ) -> None:
+        refuse_string(sites=sites)
         self.model, self.args, self.kwargs = model, args, kwargs
         trace = simulation_trace(model, args, kwargs)
         given = self.read_data(args, kwargs)
@@ -82,8 +84,10 @@ class _Simulator:
         if unknown:
             raise ValueError(f"sites names '{unknown[0]}', but the model's latents are {latents}")
         self.sites = [name for name in latents if sites is None or name in sites]
-        if not self.sites:
+        if not latents:
             raise ValueError("the model has no latent variable. Cure: pyro.sample with a prior")
+        if not self.sites:
+            raise ValueError(f"sites is empty. Cure: some of {latents}, or no sites=, for all")
         self.priors = {name: nodes[name]["fn"] for name in self.sites}
         self.supports, self.transforms, self.parts = {}, {}, {}
         for name in self.sites:
@@ -115,6 +119,11 @@ class _Simulator:
                 "the right shape, if there are none yet)"
             )
         for name, value in found.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"the observation of site '{name}' is a {type(value).__name__}, not a tensor. "
+                    f"Cure: torch.as_tensor({name})"
+                )
             if not value.isfinite().all():
                 raise ValueError(
                     f"the observed data of site '{name}' are not finite. Cure: leave them out, in "
@@ -654,6 +663,7 @@ def fit_simulator(
     :param callbacks: observers of steps and stages (:mod:`pyro_implicit.callbacks`).
     :param policy: sizes of the networks, and limits of the verdict.
     :param model_kwargs: keyword arguments of the model that have the name of an argument here.
+    :raises TypeError: for ``sites`` that are a string, or data that are no tensors.
     :raises ValueError: for unknown or discrete ``sites``, a support that depends on other latents,
         a flat prior, a model without data or latents, data that are not finite, data whose shape
         varies, fewer than 100 finite simulations in a round, or dependent priors in several rounds.

@@ -26,6 +26,7 @@ from pyro_implicit.density.model import trace_model
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.ops.quadrature import NormalRule
+from pyro_implicit.runtime.messages import refuse_string
 from pyro_implicit.runtime.sites import (
     constrained_parts,
     is_data,
@@ -87,8 +88,10 @@ def posterior_as_prior(
     :returns: the prior. ``prior(model)`` is the model with this prior.
     :raises ValueError: for a site that the posterior or the model lacks, or that has another shape
         or support in the model; for no common site; for too few draws.
+    :raises TypeError: for ``sites`` that are a string.
     :raises ImportError: without scikit-learn.
     """
+    refuse_string(sites=sites)
     policy, kwargs = policy or DEFAULT.update, {**kwargs, **(model_kwargs or {})}
     source = posterior_of("posterior_as_prior", posterior)
     if callable(source):

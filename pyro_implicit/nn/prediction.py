@@ -197,6 +197,12 @@ def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, T
                 f"the loader must give tuples (inputs, targets), but gave one of {len(parts)}. "
                 f"Cure: {single} for a single minibatch"
             )
+        for part in parts[: 1 + with_targets]:
+            if not isinstance(part, Tensor):
+                raise TypeError(
+                    f"the loader gives a {type(part).__name__}, not a tensor. Cure: "
+                    "torch.as_tensor of it, or a DataLoader, which converts arrays"
+                )
         yield parts[0], parts[1] if with_targets else None
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "first_line",
     "refuse_counts",
     "refuse_nonpositive",
+    "refuse_string",
     "refuse_unknown",
     "short_repr",
     "warn_user",
@@ -246,6 +247,24 @@ def refuse_nonpositive(**numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and not number > 0:
             raise ValueError(f"{name} must be positive, but got {number}")
+
+
+def refuse_string(**names: object) -> None:
+    """Check that no list of names is a string, whose letters would be taken for names.
+
+    **Example:**
+
+    >>> refuse_string(sites=["loc", "scale"], prior_sites=None)
+
+    :param names: by the name of the argument.
+    :raises TypeError: naming the argument.
+    """
+    for argument, value in names.items():
+        if isinstance(value, str):
+            raise TypeError(
+                f"{argument} must be a list of names, but got a string. "
+                f"Cure: {argument}=[{value!r}]"
+            )
 
 
 def refuse_unknown(name: str, value: object, *known: object) -> None:

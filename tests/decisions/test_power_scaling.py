@@ -111,6 +111,8 @@ def test_only_top_level_priors_are_scaled():
     one = power_scaling(target, draws, prior_sites=["mu"], quantities=lambda d: d["mu"] + d["tau"])
     assert one.prior_sites == ("mu",) and one.labels == ("quantity",)
     assert len(one.plot().axes) == 2
+    with pytest.raises(TypeError, match=r"prior_sites must be a list.*Cure: prior_sites=\['mu'\]"):
+        power_scaling(target, draws, prior_sites="mu")
 
 
 def test_a_summed_discrete_latent_counts_to_the_likelihood():

@@ -123,6 +123,8 @@ def test_degenerate_posteriors_can_be_drawn(tmp_path):
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"cannot plot the sites \['no'\].*in common: \['mu'"):
         plot_posteriors({"A": draws()}, sites=["no"])
+    with pytest.raises(TypeError, match=r"sites must be a list.*Cure: sites=\['mu'\]"):
+        plot_posteriors({"A": draws()}, sites="mu")
     with pytest.raises(ValueError, match=r"in common: \[\]"):
         plot_posteriors({"A": {"x": torch.zeros(5)}, "B": {"y": torch.zeros(5)}})
     with pytest.raises(ValueError, match=r"'NUTS' is not among the labels \['A'\]"):

@@ -217,6 +217,7 @@ def test_single_coordinates_are_named_once():
         Fault("sd", 0.74, ((1, 1.0),)),
         Fault("sd", 1.2, ((0, 1.0), (1, 0.5))),
         Fault("sd", 1.3, ((0, 1.0),)),
+        Fault("sd", 0.9, ((0, 1.0),)),
     ]
     text = describe_faults(faults, ["`a`", "`b`"], given_rest=False)
     assert text == "the sd of `b` is 0.68 times what it should be; likewise `a` (1.30)"

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -246,13 +247,22 @@ def test_bad_models_are_refused():
             fit_simulator(model, data, **QUICK)
     with pytest.raises(ValueError, match=r"sites names 'w', but .* \['slope', 'z'\]"):
         fit_simulator(nuisance, torch.ones(2), sites=["w"], **QUICK)
+    with pytest.raises(TypeError, match=r"sites must be a list.*Cure: sites=\['slope'\]"):
+        fit_simulator(nuisance, torch.ones(2), sites="slope", **QUICK)
+    with pytest.raises(ValueError, match=r"sites is empty. Cure: some of \['slope', 'z'\]"):
+        fit_simulator(nuisance, torch.ones(2), sites=[], **QUICK)
+    for data, kind in ((np.ones(2), "ndarray"), ([1.0, 2.0], "list")):
+        with pytest.raises(TypeError, match=rf"site 'y' is a {kind}.*Cure: torch.as_tensor\(y\)"):
+            fit_simulator(nuisance, data, **QUICK)
     with pytest.raises(ValueError, match="num_simulations must be at least 100"):
         fit_simulator(nuisance, torch.ones(2), **QUICK | {"num_simulations": 5})
 
 
-def test_other_data_of_another_shape_are_refused(fitted):
+def test_other_data_of_another_shape_or_type_are_refused(fitted):
     with pytest.raises(ValueError, match=r"'y' has shape \(3,\), but in the first call \(2,\)"):
         fitted.sample(5, torch.ones(3))
+    with pytest.raises(TypeError, match=r"site 'y' is a list"):
+        fitted.sample(5, [1.0, 2.0])
 
 
 def test_a_seed_fixes_the_result_and_keeps_the_callers_stream():

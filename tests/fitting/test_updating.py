@@ -351,6 +351,11 @@ def test_errors_name_the_site(draws: dict, sites: list | None, message: str) -> 
         posterior_as_prior(draws, model, torch.zeros(4), sites=sites)
 
 
+def test_a_string_is_no_list_of_sites() -> None:
+    with pytest.raises(TypeError, match=r"sites must be a list of names.*Cure: sites=\['scale'\]"):
+        posterior_as_prior({"scale": torch.rand(9)}, model, torch.zeros(4), sites="scale")
+
+
 def test_sites_of_one_model_only_are_named() -> None:
     y = torch.zeros(4)
     draws = {"scale": torch.rand(100), "own": torch.randn(100, 4), "old": torch.randn(100)}

@@ -336,6 +336,7 @@ LOADERS = [
     (X, TypeError, r"this is a Tensor. Cure: a DataLoader, or \[x\] for a single one"),
     ({"test": X}, TypeError, "this is a dict"),
     ([{"x": X}], TypeError, "the loader gives dicts. Cure: tuples"),
+    ([X.numpy()], TypeError, "the loader gives a ndarray, not a tensor. Cure: torch.as_tensor"),
 ]
 
 
