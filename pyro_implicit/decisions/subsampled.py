@@ -55,7 +55,8 @@ def difference_estimate(surrogate: Tensor, chosen: Tensor, values: Tensor) -> Di
     .. math:: \sum_{i=1}^N \tilde\pi_i + \frac Nm \sum_{j \in S} e_j
         \pm N \sqrt{(1 - m / N) s_e^2 / m},
 
-    which is unbiased for any surrogate.
+    which is unbiased for any surrogate. So is the variance over the observations. Where that is
+    negative, because few observations were chosen, it is the variance of the chosen ones instead.
 
     **Example:**
 
@@ -80,7 +81,9 @@ def difference_estimate(surrogate: Tensor, chosen: Tensor, values: Tensor) -> Di
     total = surrogate.sum() + number * rest.mean()
     variance = (1 - part / number) * rest.var() / part
     squares = surrogate.square().mean() + (values.square() - surrogate[chosen].square()).mean()
-    spread = (squares - (total / number).square()).clamp(min=0.0)
+    spread = squares - (total / number).square()
+    if spread <= 0:
+        spread = values.var()
     return DifferenceEstimate(
         total.item(), number * variance.sqrt().item(), (number * spread).sqrt().item()
     )

@@ -17,7 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.checks import refuse_missing_data
+from pyro_implicit.density.checks.observations import refuse_unfit_data
 from pyro_implicit.density.model import compute_log_prob, subsampled_plate, trace_model
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.target import Target
@@ -91,6 +91,7 @@ class Groups:
         outside of the plate that depend on them; for a model that draws the groups itself.
     :ivar sites: the names of the local latent variables.
     :ivar full_size: the number of groups of all data.
+    :ivar num_arguments: the number of arguments of a minibatch.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Groups:
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
+        self.num_arguments = len(batch)
         self.model = _FirstRows()(model)
         # A flat prior has no draws.
         self._drawn = InitMessenger(FlatPriorStart(init_to_sample))(self.model)
@@ -143,14 +145,22 @@ class Groups:
     def on(self, batch: tuple, rule: NormalRule | None = None) -> Groups:
         """Return the groups of another minibatch.
 
-        :param batch: the last positional arguments of the model.
+        :param batch: the last positional arguments of the model, as many as of the first one, or
+            all of them.
         :param rule: of the quadrature; by default that of these groups.
+        :raises TypeError: for another number of arguments.
         """
+        number = len(self.target.args)
+        if len(batch) not in (self.num_arguments, number):
+            raise TypeError(
+                f"a minibatch has {self.num_arguments} arguments, but got {len(batch)}. Cure: the "
+                "arguments of the model, all of them"
+            )
         found = copy.copy(self)
         found.target = self.target.on(batch, seed=0)
         found._rule = rule or self._rule
         trace = trace_model(self._drawn, found.target.args, found.target.kwargs)
-        refuse_missing_data(trace, " of a minibatch")
+        refuse_unfit_data(trace, " of a minibatch")
         sizes = [_size_in(site, self.plate) for site in trace.nodes.values()]
         found.size = max(size for size in sizes if size is not None)
         return found

@@ -60,6 +60,13 @@ def test_all_observations_leave_no_error_of_subsampling():
     assert found.total == pytest.approx(values.sum().item()) and found.subsampling_error == 0
 
 
+def test_a_negative_variance_is_that_of_the_chosen_ones():
+    """The unbiased estimate is 0.505 + (0.01 - 1)."""
+    surrogate = torch.tensor([1.0, -1.0, 0.1, -0.1]).double()
+    found = difference_estimate(surrogate, torch.tensor([0, 1]), torch.tensor([0.1, -0.1]).double())
+    assert found.error == pytest.approx(math.sqrt(4 * 0.02))
+
+
 def test_chosen_observations_are_those_of_all():
     torch.manual_seed(0)
     draws = {"x": 0.5 + 0.04 * torch.randn(4, 50)}

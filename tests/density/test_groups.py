@@ -271,6 +271,23 @@ def test_missing_data_of_a_later_minibatch_are_named():
         groups.on((torch.tensor([0.0, math.nan]),))
 
 
+def test_a_later_minibatch_has_the_arguments_and_shapes_of_the_first():
+    """Else the first one's arguments would take the place of those that are missing."""
+
+    def scaled(x, scale):
+        mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+        with pyro.plate("groups", NUM_GROUPS, subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(mean, 1.0))
+            pyro.sample("x", dist.Normal(z, scale), obs=x)
+
+    x = torch.zeros(4)
+    groups = Groups(scaled, (x, torch.ones(4)))
+    with pytest.raises(TypeError, match="a minibatch has 2 arguments, but got 1. Cure"):
+        groups.on((x,))
+    with pytest.raises(ValueError, match=r"site 'x' has shape \(4, 1\).* together 4 x 4 terms"):
+        groups.on((x.unsqueeze(-1), torch.ones(4, 1)))
+
+
 def test_moves_correct_what_proposals_leave(monkeypatch):
     """With one proposal, resampling leaves the too wide draws of the proposal as they are."""
     monkeypatch.setattr(groups, "GROUPS", replace(groups.GROUPS, num_proposals=1))

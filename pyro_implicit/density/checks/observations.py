@@ -119,10 +119,11 @@ def _array_kind(value: Any) -> str:
 # Observations
 
 
-def refuse_unfit_data(trace: Trace) -> None:
+def refuse_unfit_data(trace: Trace, where: str = "") -> None:
     """Check that a model's observations have a density.
 
     :param trace: of the model with its data.
+    :param where: which data these are, for the message.
     :raises TypeError: for an observation of a type for which its distribution has no density.
     :raises ValueError: for an observation that broadcasting repeats, that does not broadcast, that
         is NaN, infinite, outside of its support or at its edge, or of a point mass.
@@ -135,7 +136,7 @@ def refuse_unfit_data(trace: Trace) -> None:
         fault = _repeated(name, site)
         if fault:
             raise ValueError(fault)
-    refuse_missing_data(trace)
+    refuse_missing_data(trace, where)
     for name, site in observed.items():
         fault = _simulated(name, site) or _outside(name, site)
         if fault:
