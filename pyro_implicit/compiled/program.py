@@ -25,8 +25,7 @@ from pyro_implicit.compiled.recorder import (
     touches,
 )
 from pyro_implicit.compiled.replay import Function, replayed
-from pyro_implicit.runtime.global_state import same_streams
-from pyro_implicit.runtime.memory import keep_freed_memory
+from pyro_implicit.runtime.global_state import keep_freed_memory, same_streams
 from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
