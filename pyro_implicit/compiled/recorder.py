@@ -7,9 +7,10 @@ import functools
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pyro
@@ -343,13 +344,9 @@ def _item(values: Any, i: int) -> Any:
 
 def touches(node: fx.Node, mutated: set[int]) -> bool:
     """Tell whether a node reads or writes a storage that the graph changes."""
-    return any(n.meta.get("storage") in mutated for n in (node, *node.all_input_nodes)) or any(
-        user.meta.get("storage") in mutated for user in node.users if _is_part(user)
-    )
-
-
-def _is_part(node: fx.Node) -> bool:
-    return not isinstance(node.target, Operation)
+    parts = [user for user in node.users if not isinstance(user.target, Operation)]
+    near = (node, *node.all_input_nodes, *parts)
+    return any(one.meta.get("storage") in mutated for one in near)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -373,16 +370,11 @@ def _describe(node: fx.Node, tensor: Tensor, storage: int) -> None:
 
 def _place() -> str:
     """Return the innermost line outside of torch, Pyro and this package."""
-    for frame in _frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _record.__code__:
         file = frame.f_code.co_filename
-        if not file.startswith(LIBRARIES) and not file.startswith("<"):
+        if not file.startswith((*LIBRARIES, "<")):
             line = linecache.getline(file, frame.f_lineno).strip()
             return f", at {Path(file).name}:{frame.f_lineno}: {line}" if line else ""
+        frame = frame.f_back
     return ""
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _record.__code__:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]

@@ -30,6 +30,7 @@ __all__ = [
     "attribute_name",
     "constrained_parts",
     "example_tensor",
+    "graph_functions",
     "graph_leaves",
     "innermost",
     "innermost_support",
@@ -288,6 +289,18 @@ def put_into_store(name: str, own: Owned) -> None:
         store.set_state(cast(Any, state))
 
 
+def graph_functions(output: Tensor) -> Iterator[Any]:
+    """Yield the functions of autograd that compute the gradient of an output, each once."""
+    seen: set[Any] = {None}
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        function = todo.pop()
+        if function not in seen:
+            seen.add(function)
+            yield function
+            todo += [parent for parent, _ in function.next_functions]
+
+
 def graph_leaves(output: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors to which the gradient of an output flows.
 
@@ -300,16 +313,9 @@ def graph_leaves(output: Tensor) -> Iterator[Tensor]:
 
     :param output: a tensor with a gradient function.
     """
-    seen: set[Any] = set()
-    todo: list[Any] = [output.grad_fn]
-    while todo:
-        function = todo.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
+    for function in graph_functions(output):
         if type(function).__name__ == "AccumulateGrad":
             yield function.variable
-        todo += [parent for parent, _ in function.next_functions]
 
 
 def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
