@@ -17,7 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.checks import refuse_missing_data
+from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.model import compute_log_prob, subsampled_plate, trace_model
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.target import Target

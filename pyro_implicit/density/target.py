@@ -26,19 +26,16 @@ from torch.distributions import biject_to, constraints
 from pyro_implicit.density.angles import on_one_turn, turns_of
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import (
-    explain,
-    refuse_missing_data,
     refuse_moving_sites,
     refuse_moving_supports,
     refuse_unfit_sites,
+)
+from pyro_implicit.density.checks.observations import (
+    explain,
+    refuse_missing_data,
     warn_of_missing_data,
 )
-from pyro_implicit.density.cost import (
-    FusedDensity,
-    nearby,
-    seconds_near,
-    suits_one_thread,
-)
+from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near, suits_one_thread
 from pyro_implicit.density.discrete import (
     Elements,
     SizeLimit,
@@ -189,8 +186,10 @@ class Target:
         for name in sorted(sites, key=sampled.__contains__):  # the discrete ones last
             site = sites[name]
             latents.add_node(name, **site)
-            of_site = coordinates_of if name in sampled else _bijection
-            self.transforms[name] = of_site(name, site)
+            if name in sampled:
+                self.transforms[name] = coordinates_of(name, site)
+            else:
+                self.transforms[name] = with_small_shares(biject_to(site["fn"].support))
             part = self.transforms[name].inv(site["value"].detach())
             self.shapes[name] = part.shape
             parts.append(part.reshape(-1))
@@ -337,7 +336,6 @@ class Target:
         return trace
 
     def _refuse_coupled(self, discrete: DiscreteSum) -> None:
-        """Check that the elements of a plate are independent, as the sum assumes."""
         trace = None
         with suppress(*IMPOSSIBLE), poutine.block(), pyro.validation_enabled(False):
             with torch.no_grad():
@@ -953,10 +951,6 @@ class Target:
             for name in sorted(first ^ other):
                 raise varying_site(name)
         self._observed = None
-
-
-def _bijection(name: str, site: Site) -> Any:
-    return with_small_shares(biject_to(site["fn"].support))
 
 
 def _is_drawn(site: Site) -> bool:

@@ -20,7 +20,7 @@ from torch.distributions import Independent, constraints
 
 from pyro_implicit.density.model import without_validation
 from pyro_implicit.runtime.messages import first_line, warn_user
-from pyro_implicit.runtime.sites import Site, innermost, is_data, is_latent
+from pyro_implicit.runtime.sites import Site, innermost, innermost_support, is_data, is_latent
 
 __all__ = ["describe_arrays", "explain", "refuse_missing_data", "refuse_unfit_data"]
 
@@ -338,8 +338,7 @@ def _at_the_edge(name: str, site: Site, support: Any, log_prob: Tensor) -> str:
             f"the observation of site '{name}' is infinite in {infinite} of {value.numel()} "
             "elements. Cure: leave these elements out, or mask them"
         )
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
+    support = innermost_support(support)
     low, high = (getattr(support, f"{side}_bound", math.nan) for side in ("lower", "upper"))
     number = int((lost & ((value == low) | (value == high))).sum())
     if not number:
