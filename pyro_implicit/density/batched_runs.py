@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import IMPOSSIBLE, Model, UnfitModelError, varying_site
-from pyro_implicit.density.policy import RUNS
+from pyro_implicit.density.policy import ROUNDING, RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.runtime.global_state import same_streams, stream_positions
 from pyro_implicit.runtime.messages import first_line, warn_user
@@ -137,7 +137,7 @@ class BatchedRuns:
 
     def _rounding(self, task: _Task, row: Tensor) -> float:
         """Return the difference that counts as rounding of plain runs at one point."""
-        values = (task.values, *(_perturbed(task.values, k) for k in range(RUNS.num_rounded)))
+        values = (task.values, *(_perturbed(task.values, k) for k in range(ROUNDING.num_runs)))
         totals = []
         for some in values:
             with same_streams():  # what the model draws is no effect of rounding
