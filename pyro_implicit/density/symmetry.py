@@ -457,10 +457,13 @@ class _Trial:
         self._target, self.most_blocks = target, most_blocks
         #: Sites of the same loop, and other sites alone.
         self.loops = target.groups
+        # Of unconstrained vectors: the maps preserve volume there or, for simplices, among the
+        # values; the log-determinant of the stick-breaking transform is the sum of the values'
+        # logarithms, in any order.
         if isinstance(target.model, MarginalModel):  # computes in double precision
-            self._log_prob: Callable[[Tensor], Tensor] = target.model.marginal
+            self._density: Callable[[Tensor], Tensor] = target.model.marginal
         else:
-            self._log_prob = target.in_double().log_prob
+            self._density = target.in_double().log_prob
         points = points.double()
         before = self._density(points)
         best = before.nan_to_num(-math.inf).argsort(descending=True)[:number]
@@ -480,7 +483,7 @@ class _Trial:
             points, before = self._points[some], self._before[some, None]
             if not index or len(points) == 0:
                 break
-            moved = torch.stack([self._of(groups[row]).tried(points) for row in index])
+            moved = torch.stack([self._maps(groups[row]).tried(points) for row in index])
             after = self._density(moved.flatten(0, -2)).reshape(moved.shape[:-1])
             tolerance = SYMMETRY.absolute + SYMMETRY.relative * before.abs()
             is_equal = ((after - before).abs() < tolerance).flatten(1).all(-1)
@@ -488,13 +491,5 @@ class _Trial:
                 found[row] = holds
         return found
 
-    def _of(self, group: Symmetry) -> Symmetries:
+    def _maps(self, group: Symmetry) -> Symmetries:
         return Symmetries(self._target.shapes, self._target.transforms, (group,))
-
-    def _density(self, points: Tensor) -> Tensor:
-        """Return the log-density, of unconstrained vectors.
-
-        The maps preserve volume there or, for simplices, among the values; the log-determinant of
-        the stick-breaking transform is the sum of the values' logarithms, in any order.
-        """
-        return self._log_prob(points)
