@@ -110,9 +110,8 @@ class _Writer:
             return self.names[value]
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(self._show, value)) + "]"
-        if value is None or isinstance(value, (bool, int)):
-            return repr(value)
-        if isinstance(value, float) and math.isfinite(value):
+        is_finite = isinstance(value, float) and math.isfinite(value)
+        if value is None or isinstance(value, (bool, int)) or is_finite:
             return repr(value)
         name = f"value{len(self.scope)}"
         self.scope[name] = value

@@ -208,11 +208,8 @@ class Recorder(DispatchMode):
             return self._compute(func, args, kwargs, tensors)
         if schema_of(func).is_mutable:
             self._note_writes(func, args, kwargs)
-        for tensor in tensors:
-            if tensor not in self._nodes:
-                self._nodes[tensor] = self._constant(tensor)
         arguments = map_aggregate(
-            (args, kwargs), lambda x: self._nodes[x] if isinstance(x, Tensor) else x
+            (args, kwargs), lambda x: self._node_of(x) if isinstance(x, Tensor) else x
         )
         out = func(*args, **kwargs)
         node = self.graph.call_function(func, *arguments)
@@ -235,12 +232,7 @@ class Recorder(DispatchMode):
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """Add the outputs to the graph."""
-        nodes = []
-        for tensor in outputs:
-            if tensor not in self._nodes:
-                self._nodes[tensor] = self._constant(tensor)
-            nodes.append(self._nodes[tensor])
-        self.graph.output(tuple(nodes))
+        self.graph.output(tuple(map(self._node_of, outputs)))
         self._nodes, self._computed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
@@ -258,6 +250,11 @@ class Recorder(DispatchMode):
             self._seen.add(id(tensor))  # which `captured` keeps, so that no other has this id
             self.captured.append((tensor, tensor._version))
             self._outer.add(self._use(tensor))
+
+    def _node_of(self, tensor: Tensor) -> fx.Node:
+        if tensor not in self._nodes:
+            self._nodes[tensor] = self._constant(tensor)
+        return self._nodes[tensor]
 
     def _constant(self, tensor: Tensor) -> fx.Node:
         self._capture(tensor)

@@ -59,11 +59,9 @@ def explain(
             "neighbours in a lattice or graph, elements without neighbours (islands) have rows of "
             "zeros, and need a prior of their own"
         )
-    missing = [
-        f"argument {name} is NaN in {describe_nan(value)}"
-        for name, value in _named(args, kwargs)
-        if describe_nan(value)
-    ]
+    named = _named(args, kwargs)
+    nans = {name: describe_nan(value) for name, value in named}
+    missing = [f"argument {name} is NaN in {share}" for name, share in nans.items() if share]
     if missing and "nan" in str(error):
         return ValueError(
             f"the model raises {first_line(error)}: {' and '.join(missing)}. Cure: leave these "
@@ -71,7 +69,7 @@ def explain(
         )
     empty = [
         f"argument {name} has no rows, shape {tuple(value.shape)}"
-        for name, value in _named(args, kwargs)
+        for name, value in named
         if tuple(getattr(value, "shape", ()))[:1] == (0,)
     ]
     if empty:
