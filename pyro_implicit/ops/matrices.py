@@ -27,6 +27,7 @@ __all__ = [
     "LinearTerm",
     "cholesky",
     "eigenbasis",
+    "factor_or_nan",
     "from_standard",
     "from_symmetric_root",
     "geometric_mean",
@@ -236,10 +237,7 @@ def from_standard(standard: Tensor, precision: Tensor, linear: Tensor) -> tuple[
         log-determinant, both ``(*batch, n)``; NaN if A has no factor.
     """
     if standard.shape[-1] <= SMALL_MATRIX:
-        factor = cholesky(precision)
-        pull = solve_triangular(factor, linear, upper=False)
-        values = solve_triangular(factor.mT, standard + pull, upper=True)
-        return values, -factor.diagonal(dim1=-2, dim2=-1).log()
+        return _from_factor(standard, cholesky(precision), linear)
     batch = torch.broadcast_shapes(standard.shape[:-1], precision.shape[:-2], linear.shape[:-1])
     size = standard.shape[-1:]
     given = standard.expand(batch + size), precision.expand(batch + size + size)
@@ -249,7 +247,7 @@ def from_standard(standard: Tensor, precision: Tensor, linear: Tensor) -> tuple[
 
 def to_standard(values: Tensor, precision: Tensor, linear: Tensor) -> Tensor:
     """Invert :func:`from_standard`: x of z."""
-    factor = _factor(precision)
+    factor = factor_or_nan(precision)
     return small_matvec(factor.mT, values) - solve_triangular(factor, linear, upper=False)
 
 
@@ -260,10 +258,8 @@ class _FromStandard(torch.autograd.Function):
     def forward(
         standard: Tensor, precision: Tensor, linear: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        factor = _factor(precision)
-        pull = solve_triangular(factor, linear, upper=False)
-        values = solve_triangular(factor.mT, standard + pull, upper=True)
-        return values, -factor.diagonal(dim1=-2, dim2=-1).log(), factor
+        factor = factor_or_nan(precision)
+        return *_from_factor(standard, factor, linear), factor
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -303,8 +299,15 @@ class _FromStandard(torch.autograd.Function):
         return by_standard, by_precision, by_told  # the symmetric part of A's counts
 
 
-def _factor(precision: Tensor) -> Tensor:
-    factor, failed = torch.linalg.cholesky_ex(precision)
+def _from_factor(standard: Tensor, factor: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+    pull = solve_triangular(factor, linear, upper=False)
+    values = solve_triangular(factor.mT, standard + pull, upper=True)
+    return values, -factor.diagonal(dim1=-2, dim2=-1).log()
+
+
+def factor_or_nan(matrix: Tensor) -> Tensor:
+    """Return the Cholesky factors of matrices ``(*batch, n, n)``; NaN where there is none."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
     return factor.masked_fill((failed != 0)[..., None, None], torch.nan)
 
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.density_ratio import Covariance, standardize
-from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel, squared_distances
+from pyro_implicit.ops.kernels import (
+    Kernel,
+    median_bandwidth,
+    rbf_kernel,
+    squared_bandwidth,
+    squared_distances,
+)
 from pyro_implicit.ops.policy import MAX_REPEATED
 from pyro_implicit.runtime.messages import refuse_nonpositive
 
@@ -165,10 +171,7 @@ def kernel_stein_discrepancy(samples: Tensor, scores: Tensor) -> Tensor:
     1. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*,
        theorem 3.6.
     """
-    variance = (
-        median_bandwidth(samples.detach()).square().clamp(min=torch.finfo(samples.dtype).tiny)
-    )
-    variance = variance[..., None, None]
+    variance = squared_bandwidth(median_bandwidth(samples.detach()))
     centered = samples - samples.detach().mean(-2, keepdim=True)
     squares = squared_distances(centered, centered)
     cross = scores @ centered.mT
