@@ -187,7 +187,8 @@ class SearchPolicy:
     #: prior are less probable.
     num_near: int = 10
 
-    #: Half the width of the cube of these points, as in Stan and NumPyro.
+    #: Half the width of the cube of these points, and of that of draws of flat priors, as in Stan
+    #: and NumPyro.
     near_width: float = 2.0
 
     #: Nats by which they must be more probable: draws of N(0, 1000^2) or Gamma(.001, .001) are by

@@ -23,8 +23,8 @@ from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_implicit.density.angles import on_one_turn, turns_of
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.bijections import on_one_turn, turns_of, with_small_shares
 from pyro_implicit.density.checks import (
     refuse_moving_sites,
     refuse_moving_supports,
@@ -59,9 +59,8 @@ from pyro_implicit.density.model import (
     total_log_prob,
     varying_site,
 )
-from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS
+from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS, SEARCH
 from pyro_implicit.density.run_mode import RunMode
-from pyro_implicit.density.simplex import with_small_shares
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.runtime.messages import first_line
@@ -583,8 +582,10 @@ class Target:
         return self._by_parts(self.split(latent))
 
     def _by_parts(self, parts: Mapping[str, Tensor]) -> Tensor:
+        def total(trace: Trace) -> Tensor:
+            return self._terms_of(trace).sum() if self.sampled else total_log_prob(trace)
+
         values, log_det = self._values(parts)
-        total = self._sum_of_terms if self.sampled else total_log_prob
         return self._map(values, total, otherwise=log_det.new_full((), -math.inf)) + log_det
 
     def terms(self, latent: Tensor) -> Tensor:
@@ -674,9 +675,6 @@ class Target:
 
     def _terms_of(self, trace: Trace) -> Tensor:
         return torch.cat([*self._parts_of(trace).values()])
-
-    def _sum_of_terms(self, trace: Trace) -> Tensor:
-        return self._terms_of(trace).sum()
 
     def _of_one(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(self.split(latent))
@@ -846,7 +844,7 @@ class Target:
         return torch.cat(draws)
 
     def _prior_run(self) -> Trace:
-        init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
+        init = FlatPriorStart(init_to_sample, spread=SEARCH.near_width, like=self._like)
         with poutine.block(), InitMessenger(init), poutine.block(hide_fn=_is_drawn):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
