@@ -433,14 +433,17 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 
     :returns: an empty tensor, or None.
     """
-    for value in leaves_of([args, kwargs, *_variables(model)]):
+    for value in leaves_of([args, kwargs, *_variables(model, set())]):
         if isinstance(value, Tensor) and value.is_floating_point():
             with contextlib.suppress(RuntimeError):  # poutine.equalize keeps a value of vmap
                 return value.new_empty(())
     return None
 
 
-def _variables(model: Callable[..., Any]) -> Iterator[Any]:
+def _variables(model: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
+    if id(model) in seen:  # a function that calls itself
+        return
+    seen.add(id(model))
     if isinstance(model, torch.nn.Module):
         yield list(model.parameters())
         yield list(model.buffers())
@@ -449,16 +452,16 @@ def _variables(model: Callable[..., Any]) -> Iterator[Any]:
         yield model.keywords
         for part in (model.func, *model.args):  # a handler keeps the model that it wraps there
             if callable(part) and not isinstance(part, Tensor):
-                yield from _variables(part)
+                yield from _variables(part, seen)
     elif inspect.ismethod(model):
         yield vars(model.__self__)
-        yield from _variables(model.__func__)
+        yield from _variables(model.__func__, seen)
     elif inspect.isfunction(model):
         found = inspect.getclosurevars(model)
         yield dict(found.nonlocals)
         for value in found.nonlocals.values():  # handlers close over the model they wrap
             if callable(value) and not isinstance(value, (type, Tensor)):
-                yield from _variables(value)
+                yield from _variables(value, seen)
         yield dict(found.globals)
     elif hasattr(model, "__dict__"):
         yield dict(vars(model))
