@@ -55,9 +55,9 @@ def explain(
         return TypeError(f"the model raises {first_line(error)}: {found}. Cure: {cure}")
     if isinstance(error, ValueError) and "PositiveDefinite" in str(error):
         return ValueError(
-            f"the model raises {first_line(error)} Cure: a matrix that has an inverse; with "
-            "neighbours in a lattice or graph, elements without neighbours (islands) have rows of "
-            "zeros, and need a prior of their own"
+            f"the model raises {first_line(error).rstrip(':')}. Cure: a matrix that has an "
+            "inverse; with neighbours in a lattice or graph, elements without neighbours (islands) "
+            "have rows of zeros, and need a prior of their own"
         )
     named = _named(args, kwargs)
     nans = {name: describe_nan(value) for name, value in named}
