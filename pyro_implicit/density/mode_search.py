@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from pyro_implicit.density.policy import COST, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
 from pyro_implicit.runtime.progress import Watch, watch
 
@@ -96,7 +96,7 @@ def find_modes(
        parameters* (the number of modes found once tells how many are missing).
     """
     refuse_nonpositive(max_seconds=max_seconds)
-    deadline = time.perf_counter() + max_seconds
+    limit = TimeLimit(max_seconds)
     given = [] if starts is None else [starts[starts.isfinite().all(-1)]]
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     if num_starts > 1:  # a single start decides which mode is found
@@ -107,7 +107,7 @@ def find_modes(
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_draws
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
         for _ in range(max_rounds):
-            climbed = _climb(target, starts, max_iterations, num_draws, deadline, watched)
+            climbed = _climb(target, starts, max_iterations, num_draws, limit, watched)
             if climbed is None and found is None:
                 raise ValueError(
                     "the model's log-density and its gradient are finite at none of "
@@ -122,7 +122,7 @@ def find_modes(
                 top = Modes(*(part[:1] for part in found))
             earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
             found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
-            is_late = watched.stopped or time.perf_counter() > deadline
+            is_late = watched.stopped or limit.is_over()
             final_draws = num_draws if is_late else final_draws
             modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
             if symmetries:
@@ -240,7 +240,7 @@ def _climb(
     point: Tensor,
     max_iterations: int,
     num_draws: int,
-    deadline: float,
+    limit: TimeLimit,
     watched: Watch,
 ) -> _Climbed | None:
     """Climb from all points at once; return None if no path began."""
@@ -274,7 +274,7 @@ def _climb(
         paths.append(path[is_top.cpu()])
         climbs &= gain > 0
         watched.step()
-        if not climbs.any() or watched.stopped or time.perf_counter() > deadline:
+        if not climbs.any() or watched.stopped or limit.is_over():
             break
         point = proposals[choice, torch.arange(len(point))][climbs]
         path = path[climbs.cpu()]
