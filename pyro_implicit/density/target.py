@@ -162,13 +162,13 @@ class Target:
             self._read_subsampling(trace, self._allow_local)
         sampled = sites_to_sample(trace) if sample_discrete else frozenset[str]()
         refuse_unfit_sites(trace, sampled)
-        discrete, unsummed = DiscreteSum.of(trace, given=sampled), ""
-        if discrete is not None and sample_discrete:
-            unsummed = self._why_not_summed(discrete)
-            if unsummed:
-                sampled, discrete = sampled | discrete.names, None
+        discrete = DiscreteSum.of(trace, given=sampled)
         #: Why discrete latent variables that Pyro can enumerate are not summed out; else empty.
-        self.unsummed = unsummed
+        self.unsummed = ""
+        if discrete is not None and sample_discrete:
+            self.unsummed = self._why_not_summed(discrete)
+            if self.unsummed:
+                sampled, discrete = sampled | discrete.names, None
         #: Batch dimensions outside of plates, by site.
         self.unplated = unplated_dims(trace)
         warn_of_missing_data(model, trace, args, kwargs)
@@ -177,13 +177,11 @@ class Target:
         #: By site, the bijection from unconstrained coordinates to values.
         self.transforms: dict[str, Any] = {}
         latents, parts = Trace(), []
-        sites = {
-            name: site
-            for name, site in trace.nodes.items()
-            if is_latent(site) and (name in sampled or not is_discrete_latent(site))
-        }
-        for name in sorted(sites, key=sampled.__contains__):  # the discrete ones last
-            site = sites[name]
+        names = [name for name, site in trace.nodes.items() if is_latent(site)]
+        for name in sorted(names, key=sampled.__contains__):  # the discrete ones last
+            site = trace.nodes[name]
+            if is_discrete_latent(site) and name not in sampled:
+                continue
             latents.add_node(name, **site)
             if name in sampled:
                 self.transforms[name] = coordinates_of(name, site)
