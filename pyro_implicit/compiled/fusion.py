@@ -423,7 +423,7 @@ def _copy(value: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(value).expand_as(value)  # ``vmap`` has no rule for torch's own
 
 
-#: What runs in place of operations that are slow or noisy with stacked tensors.
+#: Replacements of operations that are slow, or warn, with stacked tensors.
 _IN_GROUPS: dict[Any, Callable] = {
     aten.log_sigmoid_backward.default: _log_sigmoid_backward,
     aten.copy.default: _copy,

@@ -346,7 +346,7 @@ class NormalMarginal(Marginal):
         wanted = (rest, mean) if with_score else (mean,)
         *slopes, left = torch.autograd.grad(joint.sum(), wanted)
         with torch.no_grad():
-            # What rounding has moved the mean off.
+            # The density lost because rounding moved the mean.
             fault = 0.5 * factor.whiten(self._ordered(left)).square().sum((-1, -2))
             log_det = factor.log_det()
             value = joint + fault + 0.5 * self.num_integrated * math.log(2 * math.pi)

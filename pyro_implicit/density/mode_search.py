@@ -54,9 +54,10 @@ def find_modes(
     that saddles repel, and the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is the Laplace approximation, and
     without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
-    modes if the log-density between them dips by more than 1 nat. A best Gaussian from which it
-    dips towards all modes belongs to the one at which its path ends. The search continues from new
-    initial points as long as a mode was found once: others are likely to be missing then.
+    modes if the log-density between them dips by more than 1 nat. If the log-density dips between
+    the best Gaussian and every mode, this Gaussian belongs to the mode at the end of its path. The
+    search continues from new initial points as long as any mode was found only once, because
+    further modes are then likely to be missing.
 
     **Example:**
 
@@ -227,8 +228,8 @@ def _highest(draws: Tensor, values: Tensor) -> Tensor:
 
 
 class _Climbed(NamedTuple):
-    """The best Gaussian of all paths, that at the end of its path, if any, and those at the ends of
-    all paths."""
+    """The best Gaussian of all paths, the Gaussian at the end of its path, if any, and the
+    Gaussians at the ends of all paths."""
 
     best: Modes
     end: Modes
@@ -333,7 +334,7 @@ def _separate(
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     top = found
     if len(end.loc) and (_dip(target, found.loc[order], found.loc[0]) > SEARCH.min_dip).all():
-        # The best Gaussian is apart from all modes, and belongs to the one at its path's end.
+        # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
         top = Modes(*(torch.cat([one, part[1:]]) for one, part in zip(end, found, strict=True)))
     kept, num_met = [0], [0]
     whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse

@@ -265,8 +265,8 @@ def find_symmetries(
     Exchangeable units lie in one plate, along dimensions of one length, or are the sites of a loop.
     Their sites may be of any support for permutations, also elements of a simplex, and unbounded
     for reflections and rotations. A whole site is one unit, too; those of a loop are then reflected
-    together. Of permutations, or rotations, that act on the same place, one group is found. Models
-    whose runs fail in double precision, or take too long, have none.
+    together. At most one group of permutations, and one of rotations, is found at each place.
+    Models whose runs fail in double precision, or take too long, have none.
 
     :param target: the posterior.
     :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
@@ -434,7 +434,7 @@ def _disjoint(
 def _holding(kind: Kind, trial: _Trial, blocks: list[list[Place]], size: int) -> list[Symmetry]:
     """Return the groups on subsets of blocks that leave the density unchanged, small ones first.
 
-    Of many blocks, subsets of a few and the whole are tried.
+    With many blocks, only small subsets and the whole set are tried.
     """
     counts = accumulate(math.comb(len(blocks), number) for number in range(1, len(blocks) + 1))
     numbers = [n for n, count in enumerate(counts, 1) if count < 2**trial.most_blocks]
@@ -447,10 +447,10 @@ def _holding(kind: Kind, trial: _Trial, blocks: list[list[Place]], size: int) ->
 class _Trial:
     """Compares the density in double precision before and after members of groups.
 
-    :param points: of which those of the highest density are taken.
-    :param number: of these.
-    :param most_blocks: number of blocks whose subsets are all tried; of more, small ones and the
-        whole.
+    :param points: the points of highest density among these are used.
+    :param number: the number of points that are used.
+    :param most_blocks: the number of blocks up to which all subsets are tried; with more blocks,
+        small subsets and the whole set.
     """
 
     def __init__(self, target: Target, points: Tensor, number: int, most_blocks: int = 0) -> None:

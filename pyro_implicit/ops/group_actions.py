@@ -57,8 +57,8 @@ def random_members(
 def trial_members(kind: Kind, size: int) -> Tensor:
     """Return members that generate a group, or a dense part of it, and a random one.
 
-    A cycle of all units and an exchange of two generate all permutations. Of reflections those of
-    the first and of the last unit are returned, of one unit its only one.
+    A cycle of all units and an exchange of two generate all permutations. The trial reflections are
+    those of the first and of the last unit; a single unit has only one.
 
     **Example:**
 

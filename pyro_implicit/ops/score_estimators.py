@@ -270,9 +270,9 @@ def stein_test(samples: Tensor, scores: Tensor, num_bootstrap: int = 1000) -> St
     The statistic is :math:`\frac{1}{n(n-1)} \sum_{i \ne j} u(x_i, x_j)`, with u of
     :func:`stein_gram`. Under the density its asymptotic distribution is that of the same sum with
     each term times :math:`\epsilon_i \epsilon_j`, for random signs :math:`\epsilon`.
-    Where a few samples are equal, as after resampling, they are not independent: their terms are
-    left out like those of i = j, and they have the same sign. If most are equal, as draws of a few
-    particles, this shows that they do not come from the density.
+    Equal samples, as after resampling, are not independent: their terms are left out like those of
+    i = j, and they have the same sign. If most samples are equal, as draws of a few particles are,
+    they count as independent, and the test rejects the density.
 
     **Example:**
 
