@@ -32,16 +32,16 @@ from pyro_implicit.density.marginal import MarginalModel
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import RUNS, SYMMETRY
 from pyro_implicit.density.target import Target
-from pyro_implicit.ops.group_actions import (
+from pyro_implicit.ops.permutations import (
     Kind,
     apply_members,
+    entries_of,
     is_identity,
     ordering_members,
     random_members,
     separating_key,
     trial_members,
 )
-from pyro_implicit.ops.permutations import entries_of
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
