@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
-from pyro_implicit.ops.matrices import factor_or_nan, solve_triangular
+from pyro_implicit.ops.matrices import solve_triangular
 
 __all__ = [
     "batch_jacobian",
@@ -165,7 +165,8 @@ def _gram_factor(jacobian: Tensor) -> Tensor:
     tall = jacobian.shape[-2] >= jacobian.shape[-1]
     gram = jacobian.mT @ jacobian if tall else jacobian @ jacobian.mT
     gram = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return factor_or_nan(gram).to(dtype)
+    factor, info = torch.linalg.cholesky_ex(gram)  # inline, as steps of ELBOs come here
+    return factor.masked_fill((info != 0)[..., None, None], math.nan).to(dtype)
 
 
 def _half_log_det(factor: Tensor) -> Tensor:

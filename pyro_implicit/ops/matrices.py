@@ -27,7 +27,6 @@ __all__ = [
     "LinearTerm",
     "cholesky",
     "eigenbasis",
-    "factor_or_nan",
     "from_standard",
     "from_symmetric_root",
     "geometric_mean",
@@ -247,7 +246,7 @@ def from_standard(standard: Tensor, precision: Tensor, linear: Tensor) -> tuple[
 
 def to_standard(values: Tensor, precision: Tensor, linear: Tensor) -> Tensor:
     """Invert :func:`from_standard`: x of z."""
-    factor = factor_or_nan(precision)
+    factor = _factor(precision)
     return small_matvec(factor.mT, values) - solve_triangular(factor, linear, upper=False)
 
 
@@ -258,7 +257,7 @@ class _FromStandard(torch.autograd.Function):
     def forward(
         standard: Tensor, precision: Tensor, linear: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        factor = factor_or_nan(precision)
+        factor = _factor(precision)
         return *_from_factor(standard, factor, linear), factor
 
     @staticmethod
@@ -305,9 +304,8 @@ def _from_factor(standard: Tensor, factor: Tensor, linear: Tensor) -> tuple[Tens
     return values, -factor.diagonal(dim1=-2, dim2=-1).log()
 
 
-def factor_or_nan(matrix: Tensor) -> Tensor:
-    """Return the Cholesky factors of matrices ``(*batch, n, n)``; NaN where there is none."""
-    factor, failed = torch.linalg.cholesky_ex(matrix)
+def _factor(precision: Tensor) -> Tensor:
+    factor, failed = torch.linalg.cholesky_ex(precision)
     return factor.masked_fill((failed != 0)[..., None, None], torch.nan)
 
 
