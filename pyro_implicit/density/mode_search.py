@@ -120,8 +120,8 @@ def find_modes(
             if found is None or best.elbo > found.elbo[0]:
                 top, top_end = best, end
             else:
-                top = Modes(*(part[:1] for part in found))
-            earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
+                top = _rows(found, slice(1))
+            earlier = [] if found is None else [_rows(found, slice(1, None))]
             found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
             is_late = watched.stopped or limit.is_over()
             final_draws = num_draws if is_late else final_draws
@@ -130,12 +130,16 @@ def find_modes(
                 first = _first_copies(modes, confirmed(symmetries, target, modes.loc))
                 kept = first.unique()
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
-                modes = Modes(*(part[kept.to(part.device)] for part in modes))
+                modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
             if len(modes.loc) == 1 or (num_met != 1).all() or is_late:
                 break
             starts = target.sample_prior(num_starts)
     return modes
+
+
+def _rows(modes: Modes, rows: Tensor | slice | list[int]) -> Modes:
+    return Modes(*(part[rows] for part in modes))
 
 
 def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
@@ -266,11 +270,11 @@ def _climb(
         here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
         highest = _highest(draws, values[: len(draws)])
         if (index := _better(target, here, highest, best)) is not None:
-            best, best_path = Modes(*(part[index : index + 1] for part in here)), int(path[index])
+            best, best_path = _rows(here, slice(index, index + 1)), int(path[index])
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         climbs = whitened.square().sum(-1) > SEARCH.at_top
         is_top = is_concave & ~climbs
-        tops.append(Modes(*(part[is_top] for part in here)))
+        tops.append(_rows(here, is_top))
         ends.append(highest[is_top])
         paths.append(path[is_top.cpu()])
         climbs &= gain > 0
@@ -285,8 +289,7 @@ def _climb(
     is_sound = ~(is_rounding(target, all_tops.loc) | is_rounding(target, torch.cat(ends)))
     _warn_of_rounding(all_tops.elbo[~is_sound], best)
     is_end = is_sound & (torch.cat(paths) == best_path).to(is_sound.device)
-    end, sound = (Modes(*(part[some] for part in all_tops)) for some in (is_end, is_sound))
-    return _Climbed(best, end, sound)
+    return _Climbed(best, _rows(all_tops, is_end), _rows(all_tops, is_sound))
 
 
 def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
@@ -335,7 +338,7 @@ def _separate(
     top = found
     if len(end.loc) and (_dip(target, found.loc[order], found.loc[0]) > SEARCH.min_dip).all():
         # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
-        top = Modes(*(torch.cat([one, part[1:]]) for one, part in zip(end, found, strict=True)))
+        top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
     kept, num_met = [0], [0]
     whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
     for candidate in order.tolist():
@@ -354,7 +357,7 @@ def _separate(
         else:
             num_met[nearest] += 1
     # Judged again with many draws: the best of many paths is partly the luckiest.
-    loc, root, elbo = (part[kept] for part in found)
+    loc, root, elbo = _rows(found, kept)
     noise = antithetic_noise(loc, num_draws)
     draws = loc + matvecmul(root, noise)
     values = finite_log_prob(target, draws)
