@@ -141,15 +141,12 @@ def model_groups(
     :param log_likelihood: as for :meth:`ArvizExport.to_datatree`, like the other arguments.
     """
     groups: Groups = {"posterior": posterior}
-    wanted = [
-        name
-        for name, value in (
-            ("log_likelihood", log_likelihood),
-            ("posterior_predictive", posterior_predictive),
-            ("prior", prior is not None),
-        )
-        if value
-    ]
+    options = {
+        "log_likelihood": log_likelihood,
+        "posterior_predictive": posterior_predictive,
+        "prior": prior is not None,
+    }
+    wanted = [name for name, is_wanted in options.items() if is_wanted]
     if not wanted:
         return groups
     model, args, kwargs = source

@@ -28,11 +28,11 @@ from pyro_implicit.compiled.recorder import (
 )
 from pyro_implicit.runtime.trees import flatten, unflatten
 
-__all__ = ["FusedGraph"]
+__all__ = ["RESHAPES", "FusedGraph"]
 
 aten = torch.ops.aten
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
-_VIEWS = {aten.view.default, aten._unsafe_view.default}
+RESHAPES = {aten.view.default, aten._unsafe_view.default}
 Node = Any  #: An ``fx.Node``, whose arguments have too many types to name.
 Values = dict[Any, Any]
 Step = Callable[[Values], None]
@@ -194,7 +194,7 @@ class _Planner:
             or any(isinstance(arg, fx.Node) for arg in node.kwargs.values())
         ):
             return None
-        if target in _VIEWS:
+        if target in RESHAPES:
             return target, _kind(node.args[0]), node.meta["shape"]
         parts = []
         for arg, declared in zip(node.args, schema_of(target).arguments, strict=False):
@@ -409,7 +409,7 @@ class _Value:
 
 
 def _call_of(node: Node) -> tuple[Callable, tuple, dict[str, Any]]:
-    if node.target in _VIEWS:  # stacked tensors may have other strides
+    if node.target in RESHAPES:  # stacked tensors may have other strides
         return aten.reshape.default, (node.args[0], list(node.meta["shape"])), {}
     return _IN_GROUPS.get(node.target, node.target), node.args, node.kwargs
 
@@ -423,7 +423,7 @@ def _copy(value: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return source.to(value).expand_as(value)  # ``vmap`` has no rule for torch's own
 
 
-#: What runs in place of operations that are slow or noisy with stacked tensors.
+#: Replacements of operations that are slow, or warn, with stacked tensors.
 _IN_GROUPS: dict[Any, Callable] = {
     aten.log_sigmoid_backward.default: _log_sigmoid_backward,
     aten.copy.default: _copy,

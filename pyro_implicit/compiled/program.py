@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_implicit.compiled.fusion import FusedGraph
+from pyro_implicit.compiled.fusion import RESHAPES, FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import (
     Operation,
@@ -25,9 +25,9 @@ from pyro_implicit.compiled.recorder import (
     touches,
 )
 from pyro_implicit.compiled.replay import Function, replayed
-from pyro_implicit.runtime.global_state import same_streams
-from pyro_implicit.runtime.memory import keep_freed_memory
+from pyro_implicit.runtime.global_state import keep_freed_memory, same_streams
 from pyro_implicit.runtime.messages import first_line
+from pyro_implicit.runtime.sites import graph_functions
 
 __all__ = [
     "CompilerError",
@@ -110,9 +110,8 @@ class _Writer:
             return self.names[value]
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(self._show, value)) + "]"
-        if value is None or isinstance(value, (bool, int)):
-            return repr(value)
-        if isinstance(value, float) and math.isfinite(value):
+        is_finite = isinstance(value, float) and math.isfinite(value)
+        if value is None or isinstance(value, (bool, int)) or is_finite:
             return repr(value)
         name = f"value{len(self.scope)}"
         self.scope[name] = value
@@ -125,15 +124,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-_SAME_SHAPE = {
-    *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default),
+_NO_CHANGE = {
+    *(aten._to_copy.default, aten.clone.default, aten.expand.default, aten.reshape.default),
     *(aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor),
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.as_strided.default),
+    *RESHAPES,
 }
 _ELEMENTWISE = {aten.select.int, aten.select_scatter.default}
 _WRITES = {aten.select_scatter.default, aten.slice_scatter.default, aten.as_strided_scatter.default}
-_COPIES = {aten._to_copy.default, aten.clone.default}
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 
 
 def simplify(graph: fx.Graph, mutated: set[int]) -> None:
@@ -246,12 +244,12 @@ def _shorten(node: fx.Node) -> None:
     source, target = node.args[0], node.target
     if target in _ALIASES:
         node.replace_all_uses_with(source)
-    elif (target in _SAME_SHAPE or target in _COPIES) and _is_alike(node, source):
+    elif target in _NO_CHANGE and _is_alike(node, source):
         node.replace_all_uses_with(source)
-    elif target in _RESHAPES and source.target in _RESHAPES:
+    elif target in RESHAPES and source.target in RESHAPES:
         root = source.args[0]
         assert isinstance(root, fx.Node)
-        if root.meta["stride"] == _contiguous(root.meta["shape"]):
+        if root.meta["stride"] == torch.empty(root.meta["shape"], device="meta").stride():
             node.args = (root, *node.args[1:])
             if _is_alike(node, root):
                 node.replace_all_uses_with(root)
@@ -261,14 +259,6 @@ def _is_alike(node: fx.Node, source: fx.Node) -> bool:
     return all(node.meta[k] == source.meta[k] for k in ("shape", "stride", "dtype", "device")) and (
         node.target is not aten.as_strided.default
     )
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def _key(node: fx.Node) -> Any:
@@ -384,7 +374,8 @@ class FusedFunction:
             raise Untraceable("it has parameters")
         if any(node.target is aten.detach.default and node.users for node in graph.nodes):
             raise Untraceable("it detaches tensors from their gradient")
-        if _has_own_gradients(result):
+        custom = torch.autograd.function.BackwardCFunction  # whose operations are unknown
+        if any(isinstance(node, custom) for node in graph_functions(result)):
             raise Untraceable("it has gradients of its own")
         if any(map(is_random, graph.nodes)):
             raise Untraceable("it is random")
@@ -420,22 +411,8 @@ def _record_one(function: Callable[[Tensor], Tensor], like: Tensor) -> tuple[Rec
         return record(once, [example]), results[0]
 
 
-def _has_own_gradients(tensor: Tensor) -> bool:
-    """Tell whether a custom ``autograd.Function`` is in a graph, whose operations are unknown."""
-    todo, seen = [tensor.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-    return False
-
-
 class RandomState:
-    """The states of torch's generators, of the CPU and of all GPUs in use."""
+    """The states of torch's generators alone, as each recorded step reads them."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()

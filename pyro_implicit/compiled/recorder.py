@@ -7,9 +7,10 @@ import functools
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pyro
@@ -207,11 +208,8 @@ class Recorder(DispatchMode):
             return self._compute(func, args, kwargs, tensors)
         if schema_of(func).is_mutable:
             self._note_writes(func, args, kwargs)
-        for tensor in tensors:
-            if tensor not in self._nodes:
-                self._nodes[tensor] = self._constant(tensor)
         arguments = map_aggregate(
-            (args, kwargs), lambda x: self._nodes[x] if isinstance(x, Tensor) else x
+            (args, kwargs), lambda x: self._node_of(x) if isinstance(x, Tensor) else x
         )
         out = func(*args, **kwargs)
         node = self.graph.call_function(func, *arguments)
@@ -234,12 +232,7 @@ class Recorder(DispatchMode):
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """Add the outputs to the graph."""
-        nodes = []
-        for tensor in outputs:
-            if tensor not in self._nodes:
-                self._nodes[tensor] = self._constant(tensor)
-            nodes.append(self._nodes[tensor])
-        self.graph.output(tuple(nodes))
+        self.graph.output(tuple(map(self._node_of, outputs)))
         self._nodes, self._computed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
@@ -257,6 +250,11 @@ class Recorder(DispatchMode):
             self._seen.add(id(tensor))  # which `captured` keeps, so that no other has this id
             self.captured.append((tensor, tensor._version))
             self._outer.add(self._use(tensor))
+
+    def _node_of(self, tensor: Tensor) -> fx.Node:
+        if tensor not in self._nodes:
+            self._nodes[tensor] = self._constant(tensor)
+        return self._nodes[tensor]
 
     def _constant(self, tensor: Tensor) -> fx.Node:
         self._capture(tensor)
@@ -343,13 +341,9 @@ def _item(values: Any, i: int) -> Any:
 
 def touches(node: fx.Node, mutated: set[int]) -> bool:
     """Tell whether a node reads or writes a storage that the graph changes."""
-    return any(n.meta.get("storage") in mutated for n in (node, *node.all_input_nodes)) or any(
-        user.meta.get("storage") in mutated for user in node.users if _is_part(user)
-    )
-
-
-def _is_part(node: fx.Node) -> bool:
-    return not isinstance(node.target, Operation)
+    parts = [user for user in node.users if not isinstance(user.target, Operation)]
+    near = (node, *node.all_input_nodes, *parts)
+    return any(one.meta.get("storage") in mutated for one in near)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -373,16 +367,11 @@ def _describe(node: fx.Node, tensor: Tensor, storage: int) -> None:
 
 def _place() -> str:
     """Return the innermost line outside of torch, Pyro and this package."""
-    for frame in _frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _record.__code__:
         file = frame.f_code.co_filename
-        if not file.startswith(LIBRARIES) and not file.startswith("<"):
+        if not file.startswith((*LIBRARIES, "<")):
             line = linecache.getline(file, frame.f_lineno).strip()
             return f", at {Path(file).name}:{frame.f_lineno}: {line}" if line else ""
+        frame = frame.f_back
     return ""
-
-
-def _frames() -> Iterator[Any]:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _record.__code__:
-        yield frame
-        frame = frame.f_back  # type: ignore[assignment]

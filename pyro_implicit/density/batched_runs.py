@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import IMPOSSIBLE, Model, UnfitModelError, varying_site
-from pyro_implicit.density.policy import RUNS
+from pyro_implicit.density.policy import ROUNDING, RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.runtime.global_state import same_streams, stream_positions
 from pyro_implicit.runtime.messages import first_line, warn_user
@@ -115,29 +115,38 @@ class BatchedRuns:
         result = self._batches(task, rows, otherwise)
         found = map_tree(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
-        is_equal = _is_close(one, other, RUNS.tolerance)
-        if math.isfinite(other) and (drew or not is_equal):
-            # The two may be close by chance; a minibatch was drawn, but now stays the same.
-            _, again = self._one(task, row)
-            repeated = other if again is None else _total(again)
-            is_repeatable = _is_close(repeated, other, RUNS.repeat_tolerance)
-            if not (is_equal and is_repeatable):
-                if not _is_close(repeated, other, RUNS.tolerance):
-                    self._meet_random(other, repeated)
-                rounding = self._rounding(task, row)
-                if not (is_repeatable or abs(repeated - other) <= rounding):
-                    self._meet_random(other, repeated)
-                if not (is_equal or abs(one - other) <= rounding):
-                    raise VmapError(
-                        f"its log-density is {one:.6g} there and {other:.6g} outside; are latents "
-                        "written into tensors in place?"
-                    )
+        if math.isfinite(other) and (drew or not _is_close(one, other, RUNS.tolerance)):
+            self._refuse_difference(task, row, one, other)
         self.checked = True
         return result
 
+    def _refuse_difference(self, task: _Task, row: Tensor, one: float, other: float) -> None:
+        """Check that a plain run repeats its result, and that the vectorised run has the same.
+
+        :param one: the result of the vectorised run.
+        :param other: the result of a plain run.
+        """
+        # The two may be close by chance; a minibatch was drawn, but now stays the same.
+        _, again = self._one(task, row)
+        repeated = other if again is None else _total(again)
+        is_equal = _is_close(one, other, RUNS.tolerance)
+        is_repeatable = _is_close(repeated, other, RUNS.repeat_tolerance)
+        if is_equal and is_repeatable:
+            return
+        if not _is_close(repeated, other, RUNS.tolerance):
+            self._meet_random(other, repeated)
+        rounding = self._rounding(task, row)
+        if not (is_repeatable or abs(repeated - other) <= rounding):
+            self._meet_random(other, repeated)
+        if not (is_equal or abs(one - other) <= rounding):
+            raise VmapError(
+                f"its log-density is {one:.6g} there and {other:.6g} outside; are latents written "
+                "into tensors in place?"
+            )
+
     def _rounding(self, task: _Task, row: Tensor) -> float:
         """Return the difference that counts as rounding of plain runs at one point."""
-        values = (task.values, *(_perturbed(task.values, k) for k in range(RUNS.num_rounded)))
+        values = (task.values, *(_perturbed(task.values, k) for k in range(ROUNDING.num_runs)))
         totals = []
         for some in values:
             with same_streams():  # what the model draws is no effect of rounding

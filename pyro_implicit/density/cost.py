@@ -264,25 +264,21 @@ class TracedScore:
         if len(latent) == 0:
             return self.plain(latent)
         latent = latent.detach().contiguous()
-        key = _key(latent)
-        if key not in self._shares:
-            # Sizes that occur once, as when chains are started anew, are not worth a recording.
-            found, self._shares[key] = self._first(latent)
-            return found
-        shares = self._shares[key]
-        if shares.is_divided:
+        shares = self._shares.get(_key(latent))
+        if shares is not None and shares.is_divided:
             parts = current_workers().score(self, self._alone, latent, shares.results)
             if parts is not None:
                 return parts
         return self._alone(latent)
 
     def _alone(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        if self._programs.compile is False or self._programs.refusal is not None:
-            return self.plain(latent)
         key = _key(latent)
-        if key not in self._shares:  # of a part of the rows
+        if key not in self._shares:
+            # Sizes that occur once, as when chains are started anew, are not worth a recording.
             found, self._shares[key] = self._first(latent)
             return found
+        if self._programs.compile is False or self._programs.refusal is not None:
+            return self.plain(latent)
         if (rows := self._shares[key].rows) == len(latent):
             return self._recorded(latent)
         parts = [self._recorded(part) for part in latent.split(rows)]

@@ -274,41 +274,50 @@ def _coupled_site(
     """Return a site whose elements share a term, though their plate says that they are independent.
 
     :param trace: a plain run, with log-probabilities.
-    :param run: runs the model at values of these, with log-probabilities.
+    :param run: runs the model at other values of these sites, with log-probabilities.
     """
     values = {name: trace.nodes[name]["value"] for name in names}
     if any(changed.any() for changed in _changed(trace, run(values)).values()):
         return None  # the model is random beyond its latent variables, which other checks tell
     loops = {re.sub(r"\d+", "#", name): name for name in values}
     for name in list(loops.values())[: DISCRETE.max_probed]:
-        fn, value = trace.nodes[name]["fn"], values[name]
-        shape = value.shape[: value.dim() - fn.event_dim]
-        if shape.numel() < 2:
-            continue
-        support = fn.enumerate_support(expand=False)
-        others = support.reshape(len(support), *support.shape[support.dim() - fn.event_dim :])
-        # From one place alone, the move of an element may leave a term as it is by chance.
-        places = torch.randint(len(others), shape, device=others.device)
-        starts = (value, others[0].expand(value.shape), others[places])
-        bases = [(start, run(values | {name: start})) for start in starts]
-        first = (0,) * len(shape)
-        ends = [first[:d] + (1,) + first[d + 1 :] for d, size in enumerate(shape) if size > 1]
-        seen: dict[str, Tensor] = {}
-        for place in (first, *ends):
-            found: dict[str, Tensor] = {}
-            for start, before in bases:
-                is_other = (others != start[place]).reshape(len(others), -1).any(-1)
-                if not is_other.any():
-                    break
-                moved = start.clone()
-                moved[place] = others[is_other][0]
-                for site, changed in _changed(before, run(values | {name: moved})).items():
-                    found[site] = found.get(site, torch.zeros_like(changed)) | changed
-            for site, changed in found.items():
-                if site in seen and (seen[site] & changed).any():
-                    return name
-                seen[site] = seen.get(site, torch.zeros_like(changed)) | changed
+        if _shares_a_term(name, trace.nodes[name]["fn"], values, run):
+            return name
     return None
+
+
+def _shares_a_term(
+    name: str, fn: Any, values: dict[str, Tensor], run: Callable[[dict[str, Tensor]], Trace]
+) -> bool:
+    """Return whether moves of two elements of a site change the same term of the log-density."""
+    value = values[name]
+    shape = value.shape[: value.dim() - fn.event_dim]
+    if shape.numel() < 2:
+        return False
+    support = fn.enumerate_support(expand=False)
+    others = support.reshape(len(support), *support.shape[support.dim() - fn.event_dim :])
+    # From one place alone, the move of an element may leave a term as it is by chance.
+    places = torch.randint(len(others), shape, device=others.device)
+    starts = (value, others[0].expand(value.shape), others[places])
+    bases = [(start, run(values | {name: start})) for start in starts]
+    first = (0,) * len(shape)
+    ends = [first[:d] + (1,) + first[d + 1 :] for d, size in enumerate(shape) if size > 1]
+    seen: dict[str, Tensor] = {}
+    for place in (first, *ends):
+        found: dict[str, Tensor] = {}
+        for start, before in bases:
+            is_other = (others != start[place]).reshape(len(others), -1).any(-1)
+            if not is_other.any():
+                break
+            moved = start.clone()
+            moved[place] = others[is_other][0]
+            for site, changed in _changed(before, run(values | {name: moved})).items():
+                found[site] = found[site] | changed if site in found else changed
+        if any((seen[site] & changed).any() for site, changed in found.items() if site in seen):
+            return True
+        for site, changed in found.items():
+            seen[site] = seen[site] | changed if site in seen else changed
+    return False
 
 
 def _changed(before: Trace, after: Trace) -> dict[str, Tensor]:

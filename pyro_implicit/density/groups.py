@@ -408,13 +408,10 @@ def _plate_of_groups(trace: Trace, names: Any) -> Any:
     subsampled = [frame for site in sites if (frame := subsampled_plate(site)) is not None]
     found = {frame.name: frame for frame in subsampled}
     if not found:
-        stacks = [site["cond_indep_stack"] for site in sites if site["cond_indep_stack"]]
-        shared = (
-            set.intersection(*({frame.name for frame in stack} for stack in stacks))
-            if stacks
-            else set()
-        )
-        found = {frame.name: frame for stack in stacks for frame in stack if frame.name in shared}
+        stacks = [{frame.name: frame for frame in site["cond_indep_stack"]} for site in sites]
+        stacks = [stack for stack in stacks if stack]
+        every = {name: frame for stack in stacks for name, frame in stack.items()}
+        found = {n: frame for n, frame in every.items() if all(n in stack for stack in stacks)}
     if len(found) == 1:
         return next(iter(found.values()))
     raise ValueError(

@@ -97,9 +97,6 @@ class NormalMarginal(Marginal):
             parts.append(part.reshape(len(latent), -1))
         return torch.cat(parts, -1)
 
-    def _latent(self, rest: Tensor, points: Tensor) -> Tensor:
-        return self._vectors(rest, self._to_latent(points))
-
     def _log_prob(self, rest: Tensor, points: Tensor) -> Tensor:
         own = self._to_latent(points)
         parts = site_parts(rest.to(own), self.shapes) | site_parts(own, self._own)
@@ -274,12 +271,13 @@ class NormalMarginal(Marginal):
         :raises ValueError: naming the site.
         """
         names = [name for name, shape in self._own.items() for _ in range(shape.numel())]
+        colour = self._structure.seeds.argmax(0)
         for one in rest.split(1):
             products = self._columns(one, self._structure.seeds).unsqueeze(1)
             if not products.isfinite().all():
                 return
-            sizes, factor = self._diagonal_of(products), self._factor(-products)
-            left = self._unordered(factor.pivots()).square() / sizes
+            diagonal = products[colour, :, torch.arange(len(colour), device=colour.device)].T
+            left = self._unordered(self._factor(-products).pivots()).square() / diagonal.double()
             if (left > self.policy.singular).all():
                 return
             place = int(left.nan_to_num(0.0).argmin())
@@ -290,11 +288,6 @@ class NormalMarginal(Marginal):
             "connected part, or a sum-to-zero constraint for each of them, such as "
             "pyro.sample('centre', Normal(x.sum(), 0.001), obs=zero)"
         )
-
-    def _diagonal_of(self, products: Tensor) -> Tensor:
-        found = self._structure
-        colour = found.seeds.argmax(0)
-        return products[colour, :, torch.arange(len(colour), device=colour.device)].T.double()
 
     # The marginal density
 
@@ -353,7 +346,7 @@ class NormalMarginal(Marginal):
         wanted = (rest, mean) if with_score else (mean,)
         *slopes, left = torch.autograd.grad(joint.sum(), wanted)
         with torch.no_grad():
-            # What rounding has moved the mean off.
+            # The density lost because rounding moved the mean.
             fault = 0.5 * factor.whiten(self._ordered(left)).square().sum((-1, -2))
             log_det = factor.log_det()
             value = joint + fault + 0.5 * self.num_integrated * math.log(2 * math.pi)
@@ -404,7 +397,8 @@ class NormalMarginal(Marginal):
         rounding = self._tolerance * (joint.abs() + top.abs() + square)
         fault = ((joint - (top - square)).abs() - rounding).clamp(min=0.0)
         fault = fault.masked_fill(~(value.isfinite() & fault.isfinite()), math.inf)
-        return self._latent(rest, points).to(self.target.init_loc), value, fault
+        vectors = self._vectors(rest, self._to_latent(points))
+        return vectors.to(self.target.init_loc), value, fault
 
 
 def find_normal_marginal(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from pyro_implicit.density.policy import COST, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
 from pyro_implicit.runtime.progress import Watch, watch
 
@@ -54,9 +54,10 @@ def find_modes(
     that saddles repel, and the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is the Laplace approximation, and
     without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
-    modes if the log-density between them dips by more than 1 nat. A best Gaussian from which it
-    dips towards all modes belongs to the one at which its path ends. The search continues from new
-    initial points as long as a mode was found once: others are likely to be missing then.
+    modes if the log-density between them dips by more than 1 nat. If the log-density dips between
+    the best Gaussian and every mode, this Gaussian belongs to the mode at the end of its path. The
+    search continues from new initial points as long as any mode was found only once, because
+    further modes are then likely to be missing.
 
     **Example:**
 
@@ -96,7 +97,7 @@ def find_modes(
        parameters* (the number of modes found once tells how many are missing).
     """
     refuse_nonpositive(max_seconds=max_seconds)
-    deadline = time.perf_counter() + max_seconds
+    limit = TimeLimit(max_seconds)
     given = [] if starts is None else [starts[starts.isfinite().all(-1)]]
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     if num_starts > 1:  # a single start decides which mode is found
@@ -107,7 +108,7 @@ def find_modes(
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_draws
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
         for _ in range(max_rounds):
-            climbed = _climb(target, starts, max_iterations, num_draws, deadline, watched)
+            climbed = _climb(target, starts, max_iterations, num_draws, limit, watched)
             if climbed is None and found is None:
                 raise ValueError(
                     "the model's log-density and its gradient are finite at none of "
@@ -119,22 +120,26 @@ def find_modes(
             if found is None or best.elbo > found.elbo[0]:
                 top, top_end = best, end
             else:
-                top = Modes(*(part[:1] for part in found))
-            earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
+                top = _rows(found, slice(1))
+            earlier = [] if found is None else [_rows(found, slice(1, None))]
             found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
-            is_late = watched.stopped or time.perf_counter() > deadline
+            is_late = watched.stopped or limit.is_over()
             final_draws = num_draws if is_late else final_draws
             modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
             if symmetries:
                 first = _first_copies(modes, confirmed(symmetries, target, modes.loc))
                 kept = first.unique()
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
-                modes = Modes(*(part[kept.to(part.device)] for part in modes))
+                modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
             if len(modes.loc) == 1 or (num_met != 1).all() or is_late:
                 break
             starts = target.sample_prior(num_starts)
     return modes
+
+
+def _rows(modes: Modes, rows: Tensor | slice | list[int]) -> Modes:
+    return Modes(*(part[rows] for part in modes))
 
 
 def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
@@ -227,8 +232,8 @@ def _highest(draws: Tensor, values: Tensor) -> Tensor:
 
 
 class _Climbed(NamedTuple):
-    """The best Gaussian of all paths, that at the end of its path, if any, and those at the ends of
-    all paths."""
+    """The best Gaussian of all paths, the Gaussian at the end of its path, if any, and the
+    Gaussians at the ends of all paths."""
 
     best: Modes
     end: Modes
@@ -240,7 +245,7 @@ def _climb(
     point: Tensor,
     max_iterations: int,
     num_draws: int,
-    deadline: float,
+    limit: TimeLimit,
     watched: Watch,
 ) -> _Climbed | None:
     """Climb from all points at once; return None if no path began."""
@@ -265,16 +270,16 @@ def _climb(
         here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
         highest = _highest(draws, values[: len(draws)])
         if (index := _better(target, here, highest, best)) is not None:
-            best, best_path = Modes(*(part[index : index + 1] for part in here)), int(path[index])
+            best, best_path = _rows(here, slice(index, index + 1)), int(path[index])
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         climbs = whitened.square().sum(-1) > SEARCH.at_top
         is_top = is_concave & ~climbs
-        tops.append(Modes(*(part[is_top] for part in here)))
+        tops.append(_rows(here, is_top))
         ends.append(highest[is_top])
         paths.append(path[is_top.cpu()])
         climbs &= gain > 0
         watched.step()
-        if not climbs.any() or watched.stopped or time.perf_counter() > deadline:
+        if not climbs.any() or watched.stopped or limit.is_over():
             break
         point = proposals[choice, torch.arange(len(point))][climbs]
         path = path[climbs.cpu()]
@@ -284,8 +289,7 @@ def _climb(
     is_sound = ~(is_rounding(target, all_tops.loc) | is_rounding(target, torch.cat(ends)))
     _warn_of_rounding(all_tops.elbo[~is_sound], best)
     is_end = is_sound & (torch.cat(paths) == best_path).to(is_sound.device)
-    end, sound = (Modes(*(part[some] for part in all_tops)) for some in (is_end, is_sound))
-    return _Climbed(best, end, sound)
+    return _Climbed(best, _rows(all_tops, is_end), _rows(all_tops, is_sound))
 
 
 def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
@@ -333,8 +337,8 @@ def _separate(
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     top = found
     if len(end.loc) and (_dip(target, found.loc[order], found.loc[0]) > SEARCH.min_dip).all():
-        # The best Gaussian is apart from all modes, and belongs to the one at its path's end.
-        top = Modes(*(torch.cat([one, part[1:]]) for one, part in zip(end, found, strict=True)))
+        # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
+        top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
     kept, num_met = [0], [0]
     whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
     for candidate in order.tolist():
@@ -353,7 +357,7 @@ def _separate(
         else:
             num_met[nearest] += 1
     # Judged again with many draws: the best of many paths is partly the luckiest.
-    loc, root, elbo = (part[kept] for part in found)
+    loc, root, elbo = _rows(found, kept)
     noise = antithetic_noise(loc, num_draws)
     draws = loc + matvecmul(root, noise)
     values = finite_log_prob(target, draws)

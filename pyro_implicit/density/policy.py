@@ -50,9 +50,6 @@ class RunPolicy:
     #: Differences up to this multiple of the effect of the latents' last bits are rounding.
     rounding: float = 10.0
 
-    #: Runs that measure the effect of the last bits.
-    num_rounded: int = 4
-
     #: Runs at one point whose observed sites are compared: a loop of random length, of two lengths,
     #: has one length in all of them in 1 of 100 cases. Draws of the prior at which the supports and
     #: shapes of all latent variables are compared, for the same reason.
@@ -190,7 +187,8 @@ class SearchPolicy:
     #: prior are less probable.
     num_near: int = 10
 
-    #: Half the width of the cube of these points, as in Stan and NumPyro.
+    #: Half the width of the cube of these points, and of that of draws of flat priors, as in Stan
+    #: and NumPyro.
     near_width: float = 2.0
 
     #: Nats by which they must be more probable: draws of N(0, 1000^2) or Gamma(.001, .001) are by
@@ -271,7 +269,8 @@ class DiscretePolicy:
 class RoundingPolicy:
     """When a log-density consists of rounding errors (Vignes, 2004)."""
 
-    #: Perturbed evaluations, as in the discrete stochastic arithmetic of Vignes (2004; 2 to 3).
+    #: Perturbed evaluations that measure the effect of the last bits, as in the discrete stochastic
+    #: arithmetic of Vignes (2004; 2 to 3).
     num_runs: int = 4
 
     #: Change relative to the log-density, in addition to one nat, that counts as rounding.

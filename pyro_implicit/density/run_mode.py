@@ -94,10 +94,12 @@ class RunMode(TorchFunctionMode):
         if replacement is None:
             return func(*args, **(kwargs or {}))
         was_needed, self.was_needed = self.was_needed, True
-        found = replacement(func, *args, **(kwargs or {}))
+        options = dict(kwargs or {})
+        args = (*args, *(options.pop(name) for name in _OPERANDS if name in options))
+        found = replacement(func, *args, **options)
         if found is NotImplemented:
             self.was_needed = was_needed
-            return func(*args, **(kwargs or {}))
+            return func(*args, **options)
         return found
 
     def _fresh(self, func: Callable, *args: Any, **kwargs: Any) -> Tensor:
@@ -402,6 +404,8 @@ def _einsum(func: Callable, equation: Any, *operands: Any) -> Tensor:
     return product.permute([(columns + rows).index(letter) for letter in out])
 
 
+#: Names by which torch takes operands as keyword arguments: the first one, then the second one.
+_OPERANDS = ("input", "A", "other", "mat2", "B")
 _EVERYWHERE: dict[Any, Callable] = {
     **dict.fromkeys((torch.linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),

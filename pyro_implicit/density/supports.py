@@ -79,17 +79,13 @@ class _Position(dist.TorchDistribution):
     """The distribution of the position of a variable within its support."""
 
     arg_constraints: dict[str, Any] = {}
+    support: Any = None  # of the position
 
     def __init__(self, fn: Any) -> None:
         self.fn, self.has_rsample = fn, fn.has_rsample
         self._low, self._width, inner = _bounds_of(fn)
-        self._support = constraints.independent(inner, fn.event_dim) if fn.event_dim else inner
+        self.support = constraints.independent(inner, fn.event_dim) if fn.event_dim else inner
         super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
-
-    @property
-    def support(self) -> Any:
-        """The support of the position."""
-        return self._support
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> _Position:
         """Return the same distribution with another batch shape."""

@@ -32,16 +32,16 @@ from pyro_implicit.density.marginal import MarginalModel
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import RUNS, SYMMETRY
 from pyro_implicit.density.target import Target
-from pyro_implicit.ops.group_actions import (
+from pyro_implicit.ops.permutations import (
     Kind,
     apply_members,
+    entries_of,
     is_identity,
     ordering_members,
     random_members,
     separating_key,
     trial_members,
 )
-from pyro_implicit.ops.permutations import entries_of
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
@@ -265,8 +265,8 @@ def find_symmetries(
     Exchangeable units lie in one plate, along dimensions of one length, or are the sites of a loop.
     Their sites may be of any support for permutations, also elements of a simplex, and unbounded
     for reflections and rotations. A whole site is one unit, too; those of a loop are then reflected
-    together. Of permutations, or rotations, that act on the same place, one group is found. Models
-    whose runs fail in double precision, or take too long, have none.
+    together. At most one group of permutations, and one of rotations, is found at each place.
+    Models whose runs fail in double precision, or take too long, have none.
 
     :param target: the posterior.
     :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
@@ -434,7 +434,7 @@ def _disjoint(
 def _holding(kind: Kind, trial: _Trial, blocks: list[list[Place]], size: int) -> list[Symmetry]:
     """Return the groups on subsets of blocks that leave the density unchanged, small ones first.
 
-    Of many blocks, subsets of a few and the whole are tried.
+    With many blocks, only small subsets and the whole set are tried.
     """
     counts = accumulate(math.comb(len(blocks), number) for number in range(1, len(blocks) + 1))
     numbers = [n for n, count in enumerate(counts, 1) if count < 2**trial.most_blocks]
@@ -447,20 +447,23 @@ def _holding(kind: Kind, trial: _Trial, blocks: list[list[Place]], size: int) ->
 class _Trial:
     """Compares the density in double precision before and after members of groups.
 
-    :param points: of which those of the highest density are taken.
-    :param number: of these.
-    :param most_blocks: number of blocks whose subsets are all tried; of more, small ones and the
-        whole.
+    :param points: the points of highest density among these are used.
+    :param number: the number of points that are used.
+    :param most_blocks: the number of blocks up to which all subsets are tried; with more blocks,
+        small subsets and the whole set.
     """
 
     def __init__(self, target: Target, points: Tensor, number: int, most_blocks: int = 0) -> None:
         self._target, self.most_blocks = target, most_blocks
         #: Sites of the same loop, and other sites alone.
         self.loops = target.groups
+        # Of unconstrained vectors: the maps preserve volume there or, for simplices, among the
+        # values; the log-determinant of the stick-breaking transform is the sum of the values'
+        # logarithms, in any order.
         if isinstance(target.model, MarginalModel):  # computes in double precision
-            self._log_prob: Callable[[Tensor], Tensor] = target.model.marginal
+            self._density: Callable[[Tensor], Tensor] = target.model.marginal
         else:
-            self._log_prob = target.in_double().log_prob
+            self._density = target.in_double().log_prob
         points = points.double()
         before = self._density(points)
         best = before.nan_to_num(-math.inf).argsort(descending=True)[:number]
@@ -480,7 +483,7 @@ class _Trial:
             points, before = self._points[some], self._before[some, None]
             if not index or len(points) == 0:
                 break
-            moved = torch.stack([self._of(groups[row]).tried(points) for row in index])
+            moved = torch.stack([self._maps(groups[row]).tried(points) for row in index])
             after = self._density(moved.flatten(0, -2)).reshape(moved.shape[:-1])
             tolerance = SYMMETRY.absolute + SYMMETRY.relative * before.abs()
             is_equal = ((after - before).abs() < tolerance).flatten(1).all(-1)
@@ -488,13 +491,5 @@ class _Trial:
                 found[row] = holds
         return found
 
-    def _of(self, group: Symmetry) -> Symmetries:
+    def _maps(self, group: Symmetry) -> Symmetries:
         return Symmetries(self._target.shapes, self._target.transforms, (group,))
-
-    def _density(self, points: Tensor) -> Tensor:
-        """Return the log-density, of unconstrained vectors.
-
-        The maps preserve volume there or, for simplices, among the values; the log-determinant of
-        the stick-breaking transform is the sum of the values' logarithms, in any order.
-        """
-        return self._log_prob(points)

@@ -23,22 +23,19 @@ from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_implicit.density.angles import on_one_turn, turns_of
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.bijections import on_one_turn, turns_of, with_small_shares
 from pyro_implicit.density.checks import (
-    explain,
-    refuse_missing_data,
     refuse_moving_sites,
     refuse_moving_supports,
     refuse_unfit_sites,
+)
+from pyro_implicit.density.checks.observations import (
+    explain,
+    refuse_missing_data,
     warn_of_missing_data,
 )
-from pyro_implicit.density.cost import (
-    FusedDensity,
-    nearby,
-    seconds_near,
-    suits_one_thread,
-)
+from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near, suits_one_thread
 from pyro_implicit.density.discrete import (
     Elements,
     SizeLimit,
@@ -62,9 +59,8 @@ from pyro_implicit.density.model import (
     total_log_prob,
     varying_site,
 )
-from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS
+from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS, SEARCH
 from pyro_implicit.density.run_mode import RunMode
-from pyro_implicit.density.simplex import with_small_shares
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.runtime.messages import first_line
@@ -166,13 +162,13 @@ class Target:
             self._read_subsampling(trace, self._allow_local)
         sampled = sites_to_sample(trace) if sample_discrete else frozenset[str]()
         refuse_unfit_sites(trace, sampled)
-        discrete, unsummed = DiscreteSum.of(trace, given=sampled), ""
-        if discrete is not None and sample_discrete:
-            unsummed = self._why_not_summed(discrete)
-            if unsummed:
-                sampled, discrete = sampled | discrete.names, None
+        discrete = DiscreteSum.of(trace, given=sampled)
         #: Why discrete latent variables that Pyro can enumerate are not summed out; else empty.
-        self.unsummed = unsummed
+        self.unsummed = ""
+        if discrete is not None and sample_discrete:
+            self.unsummed = self._why_not_summed(discrete)
+            if self.unsummed:
+                sampled, discrete = sampled | discrete.names, None
         #: Batch dimensions outside of plates, by site.
         self.unplated = unplated_dims(trace)
         warn_of_missing_data(model, trace, args, kwargs)
@@ -181,16 +177,16 @@ class Target:
         #: By site, the bijection from unconstrained coordinates to values.
         self.transforms: dict[str, Any] = {}
         latents, parts = Trace(), []
-        sites = {
-            name: site
-            for name, site in trace.nodes.items()
-            if is_latent(site) and (name in sampled or not is_discrete_latent(site))
-        }
-        for name in sorted(sites, key=sampled.__contains__):  # the discrete ones last
-            site = sites[name]
+        names = [name for name, site in trace.nodes.items() if is_latent(site)]
+        for name in sorted(names, key=sampled.__contains__):  # the discrete ones last
+            site = trace.nodes[name]
+            if is_discrete_latent(site) and name not in sampled:
+                continue
             latents.add_node(name, **site)
-            of_site = coordinates_of if name in sampled else _bijection
-            self.transforms[name] = of_site(name, site)
+            if name in sampled:
+                self.transforms[name] = coordinates_of(name, site)
+            else:
+                self.transforms[name] = with_small_shares(biject_to(site["fn"].support))
             part = self.transforms[name].inv(site["value"].detach())
             self.shapes[name] = part.shape
             parts.append(part.reshape(-1))
@@ -337,7 +333,6 @@ class Target:
         return trace
 
     def _refuse_coupled(self, discrete: DiscreteSum) -> None:
-        """Check that the elements of a plate are independent, as the sum assumes."""
         trace = None
         with suppress(*IMPOSSIBLE), poutine.block(), pyro.validation_enabled(False):
             with torch.no_grad():
@@ -585,8 +580,10 @@ class Target:
         return self._by_parts(self.split(latent))
 
     def _by_parts(self, parts: Mapping[str, Tensor]) -> Tensor:
+        def total(trace: Trace) -> Tensor:
+            return self._terms_of(trace).sum() if self.sampled else total_log_prob(trace)
+
         values, log_det = self._values(parts)
-        total = self._sum_of_terms if self.sampled else total_log_prob
         return self._map(values, total, otherwise=log_det.new_full((), -math.inf)) + log_det
 
     def terms(self, latent: Tensor) -> Tensor:
@@ -676,9 +673,6 @@ class Target:
 
     def _terms_of(self, trace: Trace) -> Tensor:
         return torch.cat([*self._parts_of(trace).values()])
-
-    def _sum_of_terms(self, trace: Trace) -> Tensor:
-        return self._terms_of(trace).sum()
 
     def _of_one(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(self.split(latent))
@@ -848,7 +842,7 @@ class Target:
         return torch.cat(draws)
 
     def _prior_run(self) -> Trace:
-        init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
+        init = FlatPriorStart(init_to_sample, spread=SEARCH.near_width, like=self._like)
         with poutine.block(), InitMessenger(init), poutine.block(hide_fn=_is_drawn):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
@@ -953,10 +947,6 @@ class Target:
             for name in sorted(first ^ other):
                 raise varying_site(name)
         self._observed = None
-
-
-def _bijection(name: str, site: Site) -> Any:
-    return with_small_shares(biject_to(site["fn"].support))
 
 
 def _is_drawn(site: Site) -> bool:

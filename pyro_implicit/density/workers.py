@@ -143,7 +143,7 @@ class _Team:
             if not pipe.poll(COST.longest_answer):
                 raise OSError(f"a process has not answered for {COST.longest_answer:g} s")
             if error := pipe.recv():
-                raise RuntimeError(error)
+                raise RuntimeError(f"a process raised {error}")
         log_prob, gradient = (result[:number].clone() for result in self.results)
         return log_prob, gradient
 
@@ -177,7 +177,7 @@ def _serve(
             try:
                 _write(results, own, score(rows[own]))
             except BaseException as found:
-                error = f"{type(found).__name__}: {first_line(found)}"
+                error = first_line(found)
             pipe.send(error)
 
 

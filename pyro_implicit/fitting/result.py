@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
-from pyro_implicit.density.angles import on_one_turn
+from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries

@@ -14,7 +14,7 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
-from pyro_implicit.density.angles import on_one_turn
+from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.checks.numerics import widen_if_rounded
 from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
@@ -160,7 +160,7 @@ class Stages:
     def declare_turns(self, centres: Mapping[str, torch.Tensor | None]) -> None:
         """Keep the model's latent angles within one turn in all stages.
 
-        :param centres: see :func:`~pyro_implicit.density.angles.on_one_turn`.
+        :param centres: see :func:`~pyro_implicit.density.bijections.on_one_turn`.
         """
         self.model = self.trained = on_one_turn(self.model, centres)
         self.result.turns = dict(centres)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.angles import within_turn
+from pyro_implicit.density.bijections import within_turn
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.model import total_log_prob
 from pyro_implicit.density.policy import ANGLES, RUNS, SEARCH
@@ -45,7 +45,7 @@ def middle_of_turns(
         ``target.init_loc`` instead, at its values of discrete latent variables.
     :param seconds: the limit of the search in wall time.
     :returns: by site, of the shape of its value; see
-        :func:`~pyro_implicit.density.angles.on_one_turn`.
+        :func:`~pyro_implicit.density.bijections.on_one_turn`.
     :raises ValueError: if the log-density is finite at none of the initial points of the search.
     """
     if not _is_periodic(target):

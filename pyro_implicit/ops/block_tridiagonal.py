@@ -130,7 +130,7 @@ class BlockFactor:
 
 
 def _inverse(lower: Tensor) -> Tensor:
-    """Return the inverses of matrices from their factors; torch's raises an error for a zero."""
+    """Return inverses by Cholesky factors; NaN for singular ones, where torch raises an error."""
     is_singular = (lower.diagonal(dim1=-2, dim2=-1) == 0).any(-1)[..., None, None]
     safe = torch.where(is_singular, torch.eye(lower.shape[-1]).to(lower), lower)
     return torch.cholesky_inverse(safe).masked_fill(is_singular, math.nan)

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
+from pyro_implicit.ops.matrices import solve_triangular
+
 __all__ = [
     "batch_jacobian",
     "covariance_log_det",
@@ -72,10 +74,11 @@ def linearised_log_density(residual: Tensor, jacobian: Tensor, scale: Tensor) ->
     jacobian, residual = jacobian / scale.unsqueeze(-1), residual / scale
     factor = _gram_factor(jacobian)
     if jacobian.shape[-1] <= jacobian.shape[-2]:  # Woodbury, on the noise's side
-        projected = _solve_lower(factor, (jacobian * residual.unsqueeze(-1)).sum(-2))
+        projected = (jacobian * residual.unsqueeze(-1)).sum(-2)
+        projected = solve_triangular(factor, projected, upper=False)
         quadratic = residual.square().sum(-1) - projected.square().sum(-1)
     else:
-        quadratic = _solve_lower(factor, residual).square().sum(-1)
+        quadratic = solve_triangular(factor, residual, upper=False).square().sum(-1)
     log_normaliser = 0.5 * scale.shape[-1] * math.log(2 * math.pi)
     return -0.5 * quadratic - _half_log_det(factor) - scale.log().sum(-1) - log_normaliser
 
@@ -162,16 +165,12 @@ def _gram_factor(jacobian: Tensor) -> Tensor:
     tall = jacobian.shape[-2] >= jacobian.shape[-1]
     gram = jacobian.mT @ jacobian if tall else jacobian @ jacobian.mT
     gram = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor, info = torch.linalg.cholesky_ex(gram)
+    factor, info = torch.linalg.cholesky_ex(gram)  # inline, as steps of ELBOs come here
     return factor.masked_fill((info != 0)[..., None, None], math.nan).to(dtype)
 
 
 def _half_log_det(factor: Tensor) -> Tensor:
     return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-def _solve_lower(factor: Tensor, vector: Tensor) -> Tensor:
-    return torch.linalg.solve_triangular(factor, vector.unsqueeze(-1), upper=False).squeeze(-1)
 
 
 def lanczos(operator: Operator, start: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.ensemble_hmc import ChainState, Score, chosen
-from pyro_implicit.ops.policy import JUMPS, JumpPolicy
+from pyro_implicit.ops.policy import JUMPS
 
 __all__ = ["jump_share"]
 
 
 @torch.no_grad()
-def jump_share(
-    white: Tensor,
-    score: Score,
-    policy: JumpPolicy = JUMPS,
-    generator: torch.Generator | None = None,
-) -> float:
+def jump_share(white: Tensor, score: Score, generator: torch.Generator | None = None) -> float:
     """Return the share of short steps over which a log-density jumps.
 
     Gradients do not show a jump: Stein's identities do not hold, and trajectories of Hamiltonian
@@ -38,7 +33,6 @@ def jump_share(
 
     :param white: draws of about unit covariance, ``(n, d)``.
     :param score: the log-density ``(n,)`` and its gradient at points ``(n, d)``.
-    :param policy: length and number of halvings of the steps, and the nats of a jump.
     :param generator: the random stream of the directions; by default torch's own.
     """
 
@@ -52,16 +46,16 @@ def jump_share(
         return (other.log_density - one.log_density - slope).abs().nan_to_num(0.0)
 
     way = torch.randn(white.shape, generator=generator, dtype=white.dtype, device=white.device)
-    way = policy.step * way / way.norm(dim=-1, keepdim=True)
+    way = JUMPS.step * way / way.norm(dim=-1, keepdim=True)
     first, last = at(white), at(white + way)
     log_density = first.log_density
-    for _ in range(policy.num_halvings):
+    for _ in range(JUMPS.num_halvings):
         middle = at(0.5 * (first.position + last.position))
         is_first = difference(first, middle) > difference(middle, last)
         first, last = chosen(is_first, first, middle), chosen(is_first, middle, last)
-    rounding = torch.finfo(white.dtype).eps * first.log_density.abs() / policy.step
-    is_jump = difference(first, last) > policy.least_jump + rounding
+    rounding = torch.finfo(white.dtype).eps * first.log_density.abs() / JUMPS.step
+    is_jump = difference(first, last) > JUMPS.least_jump + rounding
     vanishes = torch.minimum(first.log_density, last.log_density).isinf() & (
-        torch.maximum(first.log_density, last.log_density) < log_density - policy.vanishing
+        torch.maximum(first.log_density, last.log_density) < log_density - JUMPS.vanishing
     )
     return (is_jump & ~vanishes).double().mean().item()

@@ -35,6 +35,7 @@ __all__ = [
     "particle_bandwidth",
     "rbf_kernel",
     "repulsion",
+    "squared_bandwidth",
     "squared_distances",
 ]
 
@@ -106,7 +107,7 @@ def rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
     :param bandwidth: h, ``(*batch)``, in the units of the points.
     :returns: ``(*batch, n, k)``.
     """
-    return (-0.5 * squared_distances(x, y) / _square(bandwidth)).exp()
+    return (-0.5 * squared_distances(x, y) / squared_bandwidth(bandwidth)).exp()
 
 
 def multiscale_rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ def multiscale_rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
     :param bandwidth: the widest, ``(*batch)``, in the units of the points.
     :returns: ``(*batch, n, k)``.
     """
-    widest = -0.5 * squared_distances(x, y) / _square(bandwidth)
+    widest = -0.5 * squared_distances(x, y) / squared_bandwidth(bandwidth)
     return torch.stack([(4**k * widest).exp() for k in range(4)]).mean(0)
 
 
@@ -143,10 +144,11 @@ def imq_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
     :param bandwidth: h, ``(*batch)``, in the units of the points.
     :returns: ``(*batch, n, k)``.
     """
-    return (1 + squared_distances(x, y) / _square(bandwidth)).rsqrt()
+    return (1 + squared_distances(x, y) / squared_bandwidth(bandwidth)).rsqrt()
 
 
-def _square(bandwidth: Tensor) -> Tensor:
+def squared_bandwidth(bandwidth: Tensor) -> Tensor:
+    """Return the positive squares of bandwidths ``(*batch)``, as ``(*batch, 1, 1)``."""
     tiny = torch.finfo(bandwidth.dtype).tiny
     return bandwidth.square().clamp(min=tiny)[..., None, None]
 
@@ -220,7 +222,7 @@ def kernel_and_slopes(
     :returns: k and c, each ``(*batch, n, k)``, without gradient.
     """
     gram = (rbf_kernel if kernel == "rbf" else imq_kernel)(x, y, bandwidth)
-    return gram, (gram if kernel == "rbf" else gram**3) / _square(bandwidth)
+    return gram, (gram if kernel == "rbf" else gram**3) / squared_bandwidth(bandwidth)
 
 
 @torch.no_grad()

@@ -236,10 +236,7 @@ def from_standard(standard: Tensor, precision: Tensor, linear: Tensor) -> tuple[
         log-determinant, both ``(*batch, n)``; NaN if A has no factor.
     """
     if standard.shape[-1] <= SMALL_MATRIX:
-        factor = cholesky(precision)
-        pull = solve_triangular(factor, linear, upper=False)
-        values = solve_triangular(factor.mT, standard + pull, upper=True)
-        return values, -factor.diagonal(dim1=-2, dim2=-1).log()
+        return _from_factor(standard, cholesky(precision), linear)
     batch = torch.broadcast_shapes(standard.shape[:-1], precision.shape[:-2], linear.shape[:-1])
     size = standard.shape[-1:]
     given = standard.expand(batch + size), precision.expand(batch + size + size)
@@ -261,9 +258,7 @@ class _FromStandard(torch.autograd.Function):
         standard: Tensor, precision: Tensor, linear: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         factor = _factor(precision)
-        pull = solve_triangular(factor, linear, upper=False)
-        values = solve_triangular(factor.mT, standard + pull, upper=True)
-        return values, -factor.diagonal(dim1=-2, dim2=-1).log(), factor
+        return *_from_factor(standard, factor, linear), factor
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -301,6 +296,12 @@ class _FromStandard(torch.autograd.Function):
         left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
         by_precision = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
         return by_standard, by_precision, by_told  # the symmetric part of A's counts
+
+
+def _from_factor(standard: Tensor, factor: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+    pull = solve_triangular(factor, linear, upper=False)
+    values = solve_triangular(factor.mT, standard + pull, upper=True)
+    return values, -factor.diagonal(dim1=-2, dim2=-1).log()
 
 
 def _factor(precision: Tensor) -> Tensor:

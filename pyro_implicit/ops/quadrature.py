@@ -108,7 +108,7 @@ def log_integral(log_values: Tensor, dim: int) -> Tensor:
 
     The logarithm of a mean of K random values is too low by about their variance over 2 K. For
     the random nodes of more than three dimensions this is the jackknife of the two halves,
-    :math:`2 L_K - \tfrac12 (L_{K/2} + L'_{K/2})`.
+    :math:`2 L_K - \tfrac12 (L_{K/2} + L'_{K/2})`, which adds at most :math:`\log 2`.
 
     **Example:**
 
@@ -122,6 +122,8 @@ def log_integral(log_values: Tensor, dim: int) -> Tensor:
     whole = log_values.logsumexp(0)
     if dim <= MAX_PRODUCT_DIM:
         return whole
-    halves = [half.logsumexp(0) + math.log(2) for half in log_values.chunk(2)]
-    # Where one half sees none of the integral, the jackknife is worse than nothing.
-    return 2 * whole - 0.5 * (halves[0] + halves[1])
+    one, other = (half.logsumexp(0) + math.log(2) for half in log_values.chunk(2))
+    # Bounded, as the correction is infinite if one half has no weight: the result then is about
+    # that of the other half.
+    correction = (whole - 0.5 * (one + other)).nan_to_num(0.0).clamp(max=math.log(2))
+    return whole + correction

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.density_ratio import Covariance, standardize
-from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel, squared_distances
+from pyro_implicit.ops.kernels import (
+    Kernel,
+    median_bandwidth,
+    rbf_kernel,
+    squared_bandwidth,
+    squared_distances,
+)
 from pyro_implicit.ops.policy import MAX_REPEATED
 from pyro_implicit.runtime.messages import refuse_nonpositive
 
@@ -165,10 +171,7 @@ def kernel_stein_discrepancy(samples: Tensor, scores: Tensor) -> Tensor:
     1. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*,
        theorem 3.6.
     """
-    variance = (
-        median_bandwidth(samples.detach()).square().clamp(min=torch.finfo(samples.dtype).tiny)
-    )
-    variance = variance[..., None, None]
+    variance = squared_bandwidth(median_bandwidth(samples.detach()))
     centered = samples - samples.detach().mean(-2, keepdim=True)
     squares = squared_distances(centered, centered)
     cross = scores @ centered.mT
@@ -267,9 +270,9 @@ def stein_test(samples: Tensor, scores: Tensor, num_bootstrap: int = 1000) -> St
     The statistic is :math:`\frac{1}{n(n-1)} \sum_{i \ne j} u(x_i, x_j)`, with u of
     :func:`stein_gram`. Under the density its asymptotic distribution is that of the same sum with
     each term times :math:`\epsilon_i \epsilon_j`, for random signs :math:`\epsilon`.
-    Where a few samples are equal, as after resampling, they are not independent: their terms are
-    left out like those of i = j, and they have the same sign. If most are equal, as draws of a few
-    particles, this shows that they do not come from the density.
+    Equal samples, as after resampling, are not independent: their terms are left out like those of
+    i = j, and they have the same sign. If most samples are equal, as draws of a few particles are,
+    they count as independent, and the test rejects the density.
 
     **Example:**
 

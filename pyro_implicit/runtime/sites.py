@@ -30,6 +30,7 @@ __all__ = [
     "attribute_name",
     "constrained_parts",
     "example_tensor",
+    "graph_functions",
     "graph_leaves",
     "innermost",
     "innermost_support",
@@ -288,6 +289,18 @@ def put_into_store(name: str, own: Owned) -> None:
         store.set_state(cast(Any, state))
 
 
+def graph_functions(output: Tensor) -> Iterator[Any]:
+    """Yield the functions of autograd that compute the gradient of an output, each once."""
+    seen: set[Any] = {None}
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        function = todo.pop()
+        if function not in seen:
+            seen.add(function)
+            yield function
+            todo += [parent for parent, _ in function.next_functions]
+
+
 def graph_leaves(output: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors to which the gradient of an output flows.
 
@@ -300,16 +313,9 @@ def graph_leaves(output: Tensor) -> Iterator[Tensor]:
 
     :param output: a tensor with a gradient function.
     """
-    seen: set[Any] = set()
-    todo: list[Any] = [output.grad_fn]
-    while todo:
-        function = todo.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
+    for function in graph_functions(output):
         if type(function).__name__ == "AccumulateGrad":
             yield function.variable
-        todo += [parent for parent, _ in function.next_functions]
 
 
 def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -427,14 +433,17 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 
     :returns: an empty tensor, or None.
     """
-    for value in leaves_of([args, kwargs, *_variables(model)]):
+    for value in leaves_of([args, kwargs, *_variables(model, set())]):
         if isinstance(value, Tensor) and value.is_floating_point():
             with contextlib.suppress(RuntimeError):  # poutine.equalize keeps a value of vmap
                 return value.new_empty(())
     return None
 
 
-def _variables(model: Callable[..., Any]) -> Iterator[Any]:
+def _variables(model: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
+    if id(model) in seen:  # a function that calls itself
+        return
+    seen.add(id(model))
     if isinstance(model, torch.nn.Module):
         yield list(model.parameters())
         yield list(model.buffers())
@@ -443,16 +452,16 @@ def _variables(model: Callable[..., Any]) -> Iterator[Any]:
         yield model.keywords
         for part in (model.func, *model.args):  # a handler keeps the model that it wraps there
             if callable(part) and not isinstance(part, Tensor):
-                yield from _variables(part)
+                yield from _variables(part, seen)
     elif inspect.ismethod(model):
         yield vars(model.__self__)
-        yield from _variables(model.__func__)
+        yield from _variables(model.__func__, seen)
     elif inspect.isfunction(model):
         found = inspect.getclosurevars(model)
         yield dict(found.nonlocals)
         for value in found.nonlocals.values():  # handlers close over the model they wrap
             if callable(value) and not isinstance(value, (type, Tensor)):
-                yield from _variables(value)
+                yield from _variables(value, seen)
         yield dict(found.globals)
     elif hasattr(model, "__dict__"):
         yield dict(vars(model))

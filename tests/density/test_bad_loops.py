@@ -131,7 +131,7 @@ def test_islands_of_a_lattice_without_an_inverse():
         )
         pyro.sample("y", dist.Normal(phi, 0.5).to_event(1), obs=y)
 
-    with pytest.raises(ValueError, match=r"(?s)PositiveDefinite.*\(islands\) have rows of zeros"):
+    with pytest.raises(ValueError, match=r"invalid values\. Cure: .*\(islands\) have rows of"):
         Target(model, torch.zeros(10))
 
 

@@ -276,7 +276,8 @@ def test_correlated_groups_and_a_scaled_likelihood() -> None:
     assert marginal.names == ["effects"] and marginal._structure.size == 2
     # p(r, y) from a quadrature-free identity: the joint minus the conditional at any effects.
     rest = 0.3 * torch.randn(2, marginal.dim).double()
-    points = marginal._latent(rest, torch.randn(2, 50).double()).requires_grad_()
+    own = marginal._to_latent(torch.randn(2, 50).double())
+    points = marginal._vectors(rest, own).requires_grad_()
     exact = marginal._exact
     joint, slope, hessian = exact.derivatives(points)
     own = marginal._own_index

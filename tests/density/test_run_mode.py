@@ -519,3 +519,33 @@ def test_a_normal_by_its_precision():
     by_scale, by_shift = torch.autograd.grad(expected.sum(), (scale, shift))
     torch.testing.assert_close(score[1:, 0], by_scale)
     torch.testing.assert_close(score[1:, 1:], by_shift)
+
+
+@pytest.mark.parametrize(
+    "of_keywords, of_positions",
+    [
+        (lambda b: torch.linalg.cholesky(input=b), torch.linalg.cholesky),
+        (lambda b: torch.linalg.inv(A=b), torch.linalg.inv),
+        (lambda b: torch.linalg.eigvalsh(input=b), torch.linalg.eigvalsh),
+        (lambda b: torch.linalg.solve(A=b, B=torch.ones(2)), by_solution),
+        (lambda b: torch.linalg.solve(b, B=torch.ones(2)), by_solution),
+        (lambda b: torch.matmul(input=torch.ones(3, 2), other=b), lambda b: torch.ones(3, 2) @ b),
+        (lambda b: torch.mm(b, mat2=b), lambda b: b @ b),
+        (lambda b: b * torch.isclose(input=b, other=torch.eye(2)), lambda b: b * (b == 1)),
+    ],
+)
+def test_operands_may_be_keyword_arguments(of_keywords, of_positions):
+    def make(function):
+        def model():
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.factor("f", -function(x.exp() * torch.eye(2)).sum())
+
+        return model
+
+    points = torch.tensor([[0.0], [0.3]])
+    found, one_by_one = both_ways(make(of_keywords), points)
+    for value, alone, expected in zip(
+        found, one_by_one, Target(make(of_positions)).score(points), strict=True
+    ):
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(alone, expected)

@@ -99,8 +99,12 @@ def fails():
     raise RuntimeError("only here")
 
 
-@pytest.mark.parametrize("fault", [fails, lambda: os._exit(1)])
-def test_a_process_that_fails_is_given_up(fault):
+@pytest.mark.parametrize(
+    "fault, cause",
+    [(fails, "processes: RuntimeError: a process raised RuntimeError: only here. C"),
+     (lambda: os._exit(1), "processes: EOFError. C")],
+)  # fmt: skip
+def test_a_process_that_fails_is_given_up(fault, cause):
     target = Target(make_model())
 
     def plain(latent):
@@ -112,7 +116,7 @@ def test_a_process_that_fails_is_given_up(fault):
     latent = torch.randn(4, 2, dtype=torch.float64)
     with workers.workers(2):
         score(latent)
-        with pytest.warns(UserWarning, match="no longer divided.*num_workers=1"):
+        with pytest.warns(UserWarning, match=f"no longer divided.*{cause}ure: num_workers=1"):
             found = score(latent)
         torch.testing.assert_close(found[1], exact_score(latent)[1])
         assert workers.current_workers().number == 1

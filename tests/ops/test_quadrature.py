@@ -51,6 +51,13 @@ def test_integral_of_another_density(dim):
     assert found.item() == pytest.approx(0, abs=1e-4 if dim < 4 else 0.04)
 
 
+@pytest.mark.parametrize("least", [-1000.0, -math.inf])
+def test_the_jackknife_is_bounded_if_one_half_has_no_weight(least: float) -> None:
+    logs = torch.tensor([0.0, 0.0, least, least])
+    assert log_integral(logs, 5).item() == pytest.approx(math.log(4), abs=1e-6)
+    assert log_integral(torch.full((4,), -math.inf), 5).item() == -math.inf
+
+
 def test_the_jackknife_removes_the_first_order_of_the_bias():
     """Of log mean exp of K draws N(0, s), which is s^2 / 2 up to -(exp(s^2) - 1) / 2 K."""
     generator = torch.Generator().manual_seed(0)

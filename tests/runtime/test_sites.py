@@ -36,6 +36,18 @@ def test_deterministic_sites_and_what_is_computed_are_none():
         assert [n for n, site in nodes.items() if is_data(site, factors=False)] == ["y"]
 
 
+def test_a_model_may_be_a_closure_that_calls_itself():
+    scale = torch.ones((), dtype=torch.float64)
+
+    def chain(number, before=0.0):
+        x = pyro.sample(f"x{number}", dist.Normal(before, scale))
+        return chain(number - 1, x) if number else x
+
+    target = Target(chain, 2)
+    assert list(target.shapes) == ["x2", "x1", "x0"]
+    assert target.init_loc.dtype == torch.float64
+
+
 def test_batches_outside_of_plates_become_events_with_the_same_density():
     mask = torch.tensor([True, False])
 

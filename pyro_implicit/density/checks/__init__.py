@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a model, in the order in which :class:`~pyro_implicit.density.Target` makes them.
 
-1. The first run: :func:`explain` names the argument to blame for an error of the model.
+1. The first run: ``observations.explain`` names the argument to blame for an error of the model.
 2. Subsampling: all data are needed, or minibatches without latent variables of single rows.
 3. Latent variables (here): continuous, with elements, unconstrained coordinates and a density.
 4. ``observations``: of a type and a shape that the distribution takes, neither NaN nor impossible.
@@ -26,13 +26,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import MixtureSameFamily, biject_to, constraints
 
-from pyro_implicit.density.checks.observations import (
-    explain,
-    refuse_missing_data,
-    refuse_unfit_data,
-    support_bounds,
-    warn_of_missing_data,
-)
+from pyro_implicit.density.checks.observations import refuse_unfit_data, support_bounds
 from pyro_implicit.density.model import IMPOSSIBLE, Model, refuse_infinite, varying_site
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import (
@@ -46,13 +40,10 @@ from pyro_implicit.runtime.sites import (
 
 __all__ = [
     "MovingSupportError",
-    "explain",
-    "refuse_missing_data",
     "refuse_moving_sites",
     "refuse_moving_supports",
     "refuse_unfit_sites",
     "warn_of_angle",
-    "warn_of_missing_data",
 ]
 
 
@@ -196,6 +187,7 @@ class MovingSupportError(ValueError):
     :param names: all such sites.
     """
 
+    # With a default, as Pyro makes an error of a run anew from its message.
     def __init__(self, message: str, names: Collection[str] = ()) -> None:
         super().__init__(message)
         self.names = tuple(names)
@@ -228,10 +220,10 @@ def refuse_moving_supports(
     if not first:
         return
     shifts = torch.linspace(0.1, 0.2, len(sites)).tolist()  # no two the same
-    values = {
-        name: _shifted(site, shift)
-        for (name, site), shift in zip(sites.items(), shifts, strict=True)
-    }
+    values = {}
+    for (name, site), shift in zip(sites.items(), shifts, strict=True):
+        transform = biject_to(site["fn"].support)
+        values[name] = transform(transform.inv(site["value"].detach()) + shift)
     try:
         with poutine.block(), pyro.validation_enabled(False), torch.enable_grad():
             nodes = Model(model, args, kwargs, latents.copy()).run(values).nodes
@@ -280,11 +272,6 @@ def refuse_moving_sites(first: Trace, others: Iterable[Trace], names: Iterable[s
                 bounds = zip(support_bounds(one.support), support_bounds(two.support), strict=True)
                 if not all(torch.equal(a, b) for a, b in bounds):
                     raise _moving({name: cause})
-
-
-def _shifted(site: Site, shift: float) -> Tensor:
-    transform = biject_to(site["fn"].support)
-    return transform(transform.inv(site["value"].detach()) + shift)
 
 
 def _has_bounds(fn: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.distributions import Independent, constraints
 
 from pyro_implicit.density.model import without_validation
 from pyro_implicit.runtime.messages import first_line, warn_user
-from pyro_implicit.runtime.sites import Site, innermost, is_data, is_latent
+from pyro_implicit.runtime.sites import Site, innermost, innermost_support, is_data, is_latent
 
 __all__ = ["describe_arrays", "explain", "refuse_missing_data", "refuse_unfit_data"]
 
@@ -55,15 +55,13 @@ def explain(
         return TypeError(f"the model raises {first_line(error)}: {found}. Cure: {cure}")
     if isinstance(error, ValueError) and "PositiveDefinite" in str(error):
         return ValueError(
-            f"the model raises {first_line(error)} Cure: a matrix that has an inverse; with "
-            "neighbours in a lattice or graph, elements without neighbours (islands) have rows of "
-            "zeros, and need a prior of their own"
+            f"the model raises {first_line(error).rstrip(':')}. Cure: a matrix that has an "
+            "inverse; with neighbours in a lattice or graph, elements without neighbours (islands) "
+            "have rows of zeros, and need a prior of their own"
         )
-    missing = [
-        f"argument {name} is NaN in {describe_nan(value)}"
-        for name, value in _named(args, kwargs)
-        if describe_nan(value)
-    ]
+    named = _named(args, kwargs)
+    nans = {name: describe_nan(value) for name, value in named}
+    missing = [f"argument {name} is NaN in {share}" for name, share in nans.items() if share]
     if missing and "nan" in str(error):
         return ValueError(
             f"the model raises {first_line(error)}: {' and '.join(missing)}. Cure: leave these "
@@ -71,7 +69,7 @@ def explain(
         )
     empty = [
         f"argument {name} has no rows, shape {tuple(value.shape)}"
-        for name, value in _named(args, kwargs)
+        for name, value in named
         if tuple(getattr(value, "shape", ()))[:1] == (0,)
     ]
     if empty:
@@ -339,8 +337,7 @@ def _at_the_edge(name: str, site: Site, support: Any, log_prob: Tensor) -> str:
             f"the observation of site '{name}' is infinite in {infinite} of {value.numel()} "
             "elements. Cure: leave these elements out, or mask them"
         )
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
+    support = innermost_support(support)
     low, high = (getattr(support, f"{side}_bound", math.nan) for side in ("lower", "upper"))
     number = int((lost & ((value == low) | (value == high))).sum())
     if not number:

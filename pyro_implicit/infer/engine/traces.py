@@ -21,7 +21,7 @@ from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.checks import refuse_missing_data
+from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.discrete import refuse_coupled
 from pyro_implicit.density.model import (
     IMPOSSIBLE,

@@ -14,7 +14,7 @@ from scipy import stats
 from torch.distributions import biject_to
 
 from pyro_implicit.density import Target
-from pyro_implicit.density.angles import on_one_turn, one_turn, within_turn
+from pyro_implicit.density.bijections import on_one_turn, one_turn, within_turn
 
 FAMILIES = {
     "alone": lambda angle: angle,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_implicit.density.simplex import StickBreaking
+from pyro_implicit.density.bijections import StickBreaking
 from pyro_implicit.density.target import Target
 
 DTYPES = (torch.float32, torch.float64)
