@@ -36,9 +36,8 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.candidates import mean_field_guide
 from pyro_implicit.fitting.checkpoint import loss_settings, own_file, same_start
-from pyro_implicit.fitting.discrete_fit import fit_discrete
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
-from pyro_implicit.fitting.marginal_fit import fit_marginal
+from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
 from pyro_implicit.fitting.network_fit import (
     fit_network,
     refuse_missing_targets,
@@ -56,9 +55,8 @@ from pyro_implicit.fitting.refinement import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
-from pyro_implicit.fitting.starts import between
+from pyro_implicit.fitting.starts import between, middle_of_turns
 from pyro_implicit.fitting.training import HeldOut, default_loss
-from pyro_implicit.fitting.turns import middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO
