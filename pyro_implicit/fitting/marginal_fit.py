@@ -102,7 +102,7 @@ def _within_budget(
     """Return settings and a plan for a density that takes ``value`` and ``score`` seconds."""
     limits, budget = policy.integration, policy.budget
     of_path = (2 * dim + 1) * score + (SEARCH.num_draws + len(SEARCH.step_sizes)) * value
-    starts = int(limits.search_seconds / (limits.usual_steps * of_path))
+    starts = int(limits.step_seconds / of_path)
     weighed = int(max(limits.least_weighed, limits.weigh_seconds / value))
     choice = replace(policy.choice, num_weighed=min(policy.choice.num_weighed, weighed))
     correction = replace(policy.correction, num_weighed=min(policy.correction.num_weighed, weighed))

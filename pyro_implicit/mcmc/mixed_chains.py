@@ -218,8 +218,8 @@ class MixedChains(WindowedChains):
 
     def _num_sweeps(self, gradients: int) -> int:
         """Return the number of sweeps that take about as long as the gradients."""
-        share = self.policy.window.share * gradients / max(1, self._evaluations)
-        return min(max(1, round(share)), self.policy.window.most_sweeps)
+        number = round(gradients / max(1, self._evaluations))
+        return min(max(1, number), self.policy.window.most_sweeps)
 
     def _adapt_shift(self, acceptance: float) -> None:
         if self.phase == "sampling":
@@ -234,7 +234,7 @@ class MixedChains(WindowedChains):
     def _compare(self, log_density: Tensor, expected: Tensor, terms: Tensor) -> None:
         """Let each element move alone from now on, if classes depend on each other after all."""
         error = (log_density - expected).abs()
-        allowed = self.policy.window.rounding * math.sqrt(torch.finfo(error.dtype).eps)
+        allowed = math.sqrt(torch.finfo(error.dtype).eps)  # rounding, of terms of size 1
         if self.is_sequential or not (error > allowed * (1 + terms.abs().sum(-1))).any():
             return
         self.is_sequential, self.depends = True, None

@@ -512,7 +512,7 @@ def temper(
     cpu_began = time.process_time()
     began, policy, limits = time.perf_counter(), plan.policy, plan.policy.tempering
     number, dim = min(limits.num_particles, limits.per_chain * plan.num_chains), modes.loc.shape[-1]
-    wide = _wide(space.target.init_loc, space.target.sample_prior(limits.num_prior))
+    wide = _wide(space.target.init_loc, space.target.sample_prior(policy.frame.num_draws))
     log_mass = (0.5 * modes.elbo.softmax(0) + 0.5 / len(modes.loc)).log()
     normals = NormalMixture.of(log_mass, modes.loc, modes.scale_tril)
     reference = reference_of(normals, wide, limits.widening, limits.prior_share)

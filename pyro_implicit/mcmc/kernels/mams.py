@@ -163,7 +163,7 @@ class MAMSTuning:
         return replace(
             self,
             walk=replace(walk, step_sizes=first),
-            averaging=Averaging(first.log(), self.policy.gamma, average=first.log()),
+            averaging=Averaging(first.log(), average=first.log()),
         )
 
     def frozen(self) -> MAMSTuning:
