@@ -40,6 +40,7 @@ from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
 from pyro_implicit.fitting.network_fit import (
     fit_network,
+    is_ensemble,
     refuse_missing_targets,
     score_validation,
     train_by_minibatches,
@@ -259,8 +260,7 @@ def fit(
         warn_of_stored_values(guide)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
     num_steps, epochs = num_steps or policy.schedule.num_steps, epochs or policy.training.epochs
-    folder = None if checkpoint is None else Path(checkpoint)
-    if folder is not None:
+    if checkpoint is not None:
         settings = {
             "guide": guide if isinstance(guide, str) else type(guide).__name__,
             "num_steps": num_steps,
@@ -275,36 +275,49 @@ def fit(
             "teach": teach,
             "policy": repr(policy),
         }
-        same_start(own_file(folder, "start"), settings)
-    limit = TimeLimit(max_seconds)
+        same_start(own_file(checkpoint, "start"), settings)
     options = {
-        "checkpoint": folder,
+        "checkpoint": checkpoint,
         "checkpoint_every": checkpoint_every,
         "progress": progress,
         "compile": compile,
     }
+    limit = TimeLimit(max_seconds)
     stages = Stages(
         model, args, kwargs, num_steps, lr, num_particles, limit, policy, options, callbacks
     )
-    if batches is not None:
-        stages.batches, stages.result.minibatches = BatchStream(batches), True
-        refuse_processes(stages.batches.probed[0], refine is True)
-        stages.num_steps = epochs * stages.batches.epoch_length
-        if validation is not None:
-            width, limits = len(stages.batches.probed[0]), policy.held_out
-            patience, number = round(limits.patience_share * epochs), limits.num_draws
-            if is_network:  # all members of an ensemble
-                number = max(number, policy.network.fewest_members)
-            limits = replace(limits, patience=max(limits.patience, patience), num_draws=number)
-            stages.held_out = HeldOut(model, validation, args, kwargs, width, limits)
-    if isinstance(model, NetworkModel):
-        first = stages.batches.probed[0] if stages.batches is not None else ()
-        refuse_missing_targets(model, (*args, *first), kwargs)
     stages.validation, stages.teaches = validation, teach
+    if batches is not None:
+        _take_batches(stages, BatchStream(batches), epochs, refine is True, is_network)
+    if isinstance(model, NetworkModel):
+        refuse_missing_targets(model, (*args, *stages.first_batch), kwargs)
     with stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
         return _fit_one(stages, guide, loss, amortize, refine is True, epochs)
+
+
+def _take_batches(
+    stages: Stages, batches: BatchStream, epochs: int, refine: bool, is_network: bool
+) -> None:
+    """Let trainings use minibatches, and score the rows for validation after each epoch."""
+    stages.batches, stages.result.minibatches = batches, True
+    refuse_processes(stages.first_batch, refine)
+    stages.num_steps = epochs * batches.epoch_length
+    if stages.validation is None:
+        return
+    limits, number = stages.policy.held_out, stages.policy.held_out.num_draws
+    if is_network:  # all members of an ensemble
+        number = max(number, stages.policy.network.fewest_members)
+    patience = max(limits.patience, round(limits.patience_share * epochs))
+    stages.held_out = HeldOut(
+        stages.model,
+        stages.validation,
+        stages.args,
+        stages.kwargs,
+        len(stages.first_batch),
+        replace(limits, patience=patience, num_draws=number),
+    )
 
 
 def _fit_one(
@@ -335,6 +348,20 @@ def _fit_one(
 
 
 def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
+    target = _find_target(stages, refine)
+    # Processes that divide the chains use all cores, on which threads of torch would wait actively.
+    is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
+    with single_thread(target is not None and (is_divided or target.is_small)):
+        return _fit_target(stages, target, refine)
+
+
+def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | None:
+    """Return the posterior of all data in suitable coordinates; None if the model subsamples them.
+
+    Latent variables with moving supports, batch dimensions outside of plates and angles are
+    declared for all stages first.
+    """
+
     def make_target() -> Target:
         return Target(stages.model, *stages.args, model_kwargs=stages.kwargs, sample_discrete=True)
 
@@ -355,6 +382,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             seconds = min(budget.search_seconds, stages.limit.left(budget.search_share))
             stages.declare_turns(middle_of_turns(target, iterations, seconds))
             target = make_target()
+        return target
     except SubsampledError as error:
         if isinstance(stages.model, NetworkModel):
             raise ValueError(
@@ -368,20 +396,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             ) from error
         if refine == "auto":
             warn_user(f"fit neither corrects nor checks the draws of this guide: {error}")
-        target = None
-    # Processes that divide the chains use all cores, on which threads of torch would wait actively.
-    is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
-    with single_thread(target is not None and (is_divided or target.is_small)):
-        return _fit_target(stages, target, refine)
+        return None
 
 
 def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] | bool) -> Fit:
-    policy = stages.policy
-    is_network = (
-        isinstance(stages.model, NetworkModel)
-        and target is not None
-        and (target.latent_dim > policy.network.most_searched_weights)
-    )
+    policy, is_network = stages.policy, target is not None and is_ensemble(stages, target)
     if stages.teaches and not is_network:
         raise ValueError(NO_CHAINS)
     if stages.validation is not None and (not is_network or refine is False):
@@ -392,10 +411,8 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         )
     try:
         if target is None or (target.latent_dim > MAX_DENSE_DIM and refine is False):
-            scale, few = policy.training.init_scale, policy.training.few_particles
-            guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
-            loss = default_loss(guide, min(stages.num_particles, few))
-            return stages.train_alone("semi-implicit", guide, loss)
+            limits = policy.training
+            return _train_semi_implicit_alone(stages, limits.init_scale, limits.few_particles)
         stages.result.target = target
         target.refuse_improper()
         if target.sampled:
@@ -495,7 +512,7 @@ def _fit_batches(
 ) -> Fit:
     """Train a guide on minibatches; the scales of an automatic ``AutoNormal`` start small."""
     assert stages.batches is not None
-    first, policy = stages.batches.probed[0], stages.policy.training
+    first, policy = stages.first_batch, stages.policy.training
 
     def make_target() -> Target:
         return Target.of_minibatches(
@@ -524,19 +541,23 @@ def _fit_batches(
         refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
-    network = stages.policy.network
-    if isinstance(stages.model, NetworkModel) and target.latent_dim > network.most_searched_weights:
+    if is_ensemble(stages, target):
         return train_by_minibatches(stages, time_share)
     scale = policy.minibatch_init_scale
     if not is_wide:
-        guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
-        return stages.train_alone(
-            "semi-implicit", guide, default_loss(guide, particles), time_share
-        )
+        return _train_semi_implicit_alone(stages, scale, particles, time_share)
     start = between(target, stages.policy.start)
     guide = mean_field_guide(stages.model, target, start, init_scale=scale)
     loss = ImplicitELBO(particles, nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss, time_share)
+
+
+def _train_semi_implicit_alone(
+    stages: Stages, scale: float, num_particles: int, time_share: float = 1.0
+) -> Fit:
+    guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
+    loss = default_loss(guide, min(stages.num_particles, num_particles))
+    return stages.train_alone("semi-implicit", guide, loss, time_share)
 
 
 def _knows_rows(guide: Any) -> bool:
@@ -560,8 +581,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
             progress=stages.options["progress"],
             model_kwargs=stages.kwargs,
         )
-        result.refined = refined
-        choice = refined.choice
+        result.refined, choice = refined, refined.choice
         line.outcome = (
             f"{refined.num_gradients} gradients, step size bounded by {choice.limit}, "
             f"{choice.relaxations:.2g} relaxation times"
@@ -574,8 +594,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
 
 
 def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
-    batch = () if stages.batches is None else stages.batches.probed[0]
-    everything, policy = (*stages.args, *batch), stages.policy.training
+    everything, policy = (*stages.args, *stages.first_batch), stages.policy.training
     scale = policy.minibatch_init_scale
 
     def rest(hidden: Callable[..., Any]) -> AutoGuide:

@@ -68,7 +68,7 @@ def fit_hierarchy(stages: Stages) -> Fit:
 def _fit(stages: Stages) -> Fit:
     result, policy = stages.result, stages.policy.hierarchy
     assert stages.batches is not None
-    groups = Groups(stages.model, stages.batches.probed[0], stages.args, stages.kwargs)
+    groups = Groups(stages.model, stages.first_batch, stages.args, stages.kwargs)
     check_scaling(groups.target, stages.batches, num_processes())
     if names := model_parameters(groups.target):
         raise ValueError(
@@ -358,7 +358,7 @@ def _refine(
             chains.num_chains,
             chains.max_gradients,
             limit=stages.limit,
-            patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
+            patience=stages.patience,
         )
         refined = refine_target(plan)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"

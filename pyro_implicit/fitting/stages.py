@@ -128,6 +128,16 @@ class Stages:
         #: Importance weights of the latest candidate, if they suffice.
         self.reliability: LogWeights | None = None
 
+    @property
+    def first_batch(self) -> tuple:
+        """The first minibatch; empty with all data."""
+        return () if self.batches is None else self.batches.probed[0]
+
+    @property
+    def patience(self) -> float:
+        """Seconds of one core for chains that do not converge; without end until the limit."""
+        return math.inf if self.limit.seconds() else self.policy.budget.patient_seconds
+
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
         """Remove the guides of this call from Pyro's parameter store at the end, and put the
@@ -358,9 +368,8 @@ class Stages:
 
     def _keep_parameters(self) -> None:
         """Put the parameters of the model, and of a guide that is no module, into the result."""
-        guide, first = self.result.guide, () if self.batches is None else self.batches.probed[0]
-        args, found = (*self.args, *first), self.result.parameters
-        number = self.policy.training.num_tried
+        guide, number = self.result.guide, self.policy.training.num_tried
+        args, found = (*self.args, *self.first_batch), self.result.parameters
         with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
                 found.update(learnt_parameters(guide, *args, **self.kwargs))
