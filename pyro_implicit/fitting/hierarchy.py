@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
-from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal
-from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density.groups import Groups
@@ -30,6 +28,7 @@ from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops.annealing import NormalMixture
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.quadrature import NormalRule, normal_draws, normal_rule
 from pyro_implicit.runtime.clock import TimeLimit
@@ -308,19 +307,14 @@ def _log_weights(
 
 def _sobol(modes: Modes, number: int) -> tuple[Tensor, Tensor]:
     """Return Sobol points of the mixture of Gaussians, and their log-density."""
-    weights = modes.elbo.softmax(0)
-    q = MixtureSameFamily(
-        Categorical(weights), MultivariateNormal(modes.loc, scale_tril=modes.scale_tril)
-    )
+    q = NormalMixture.of(modes.elbo, modes.loc, modes.scale_tril)
     noise = normal_draws(number, modes.loc.shape[-1], modes.loc)
-    which = torch.arange(number, device=noise.device)
-    if len(weights) > 1:
+    which = torch.zeros(number, dtype=torch.long, device=noise.device)
+    if len(modes.loc) > 1:
         levels = (torch.randperm(number, device=noise.device) + 0.5) / number
-        which = torch.bucketize(levels.to(weights), weights.cumsum(0)[:-1])
-    else:
-        which = torch.zeros_like(which)
-    points = modes.loc[which] + matvecmul(modes.scale_tril[which], noise)
-    return points, q.log_prob(points)
+        which = torch.bucketize(levels.to(noise), modes.elbo.softmax(0).cumsum(0)[:-1])
+    points = q.to_points(noise, which)
+    return points, q.log_joint(points).logsumexp(-1)
 
 
 def _moved(draws: Tensor, points: Tensor, weights: Tensor) -> Tensor:
