@@ -538,44 +538,28 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
         or cost less than its training.
     :returns: the trained guide, or the Gaussians if training failed.
     """
-    policy, guide = stages.policy, stages.exact_guide(modes)
+    guide = stages.exact_guide(modes)
     start = {name: value.clone() for name, value in guide.state_dict().items()}
     with stages.result.attempt("gaussian") as line:
         notes = stages.set_weights(target, guide, modes)
         gaussian = stages.weigh("gaussian", guide, target)
         line.outcome = stages.add(gaussian) + notes
-        if gaussian.gap < policy.schedule.max_gap:
+        if gaussian.gap < stages.policy.schedule.max_gap:
             return gaussian
         if math.isfinite(seconds):
-            found = stages.reliability_of(guide, target)
-            if found is not None and policy.correction.accepts(found):
-                stages.reliability = found
-                return gaussian
-            if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
-                return gaussian
-            efficiency = 0.0 if found is None else found.efficiency
-            if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
-                stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
-            if stages.noise is not None:
-                line.outcome += "; chains use the noise of the priors instead of a trained guide"
-                return gaussian
-            if len(modes.loc) > 1:
-                weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
-                line.outcome += f"; {weighs} the modes, and no guide is trained"
-                return gaussian
-            if _chains_are_cheaper(stages, target, guide, efficiency):
-                line.outcome += "; chains cost less than the training of a guide"
+            reason = _why_untrained(stages, target, modes, gaussian)
+            if reason is not None:
+                line.outcome += reason
                 return gaussian
     name = "mixture" if isinstance(guide, AutoMixture) else "injective"
     with stages.result.attempt(name) as line:
-        losses: list[float] = []
-        notes, parts = "", [guide]
-        if isinstance(guide, AutoMixture):
-            parts = list(guide.components)
+        parts = list(guide.components) if isinstance(guide, AutoMixture) else [guide]
         loss = _loss_of(stages, guide)
         if stages.lacks_time_to_train(target, parts[0], loss, len(parts)):
             line.outcome = "skipped: max_seconds is too short for a training"
             return gaussian
+        losses: list[float] = []
+        notes = ""
         if isinstance(guide, AutoMixture):
             seconds /= len(parts) ** 0.5
             for index, part in enumerate(parts):
@@ -593,6 +577,31 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
         if not stages.candidates:
             raise line.error
     return stages.candidates[-1]
+
+
+def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candidate) -> str | None:
+    """Say why chains or importance weights replace the training of a guide; None if they do not.
+
+    Keeps the weights if they suffice, and the noise of the priors if chains use it.
+    """
+    policy, guide = stages.policy, gaussian.guide
+    found = stages.reliability_of(guide, target)
+    if found is not None and policy.correction.accepts(found):
+        stages.reliability = found
+        return ""
+    if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
+        return ""
+    if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
+        stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
+    if stages.noise is not None:
+        return "; chains use the noise of the priors instead of a trained guide"
+    if len(modes.loc) > 1:
+        weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
+        return f"; {weighs} the modes, and no guide is trained"
+    efficiency = 0.0 if found is None else found.efficiency
+    if _chains_are_cheaper(stages, target, guide, efficiency):
+        return "; chains cost less than the training of a guide"
+    return None
 
 
 def _chains_are_cheaper(stages: Stages, target: Target, guide: Any, efficiency: float) -> bool:
