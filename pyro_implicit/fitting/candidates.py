@@ -47,11 +47,7 @@ from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.messages import short_repr
-from pyro_implicit.runtime.sites import (
-    FlatPriorStart,
-    example_tensor,
-    without_sequential_plates,
-)
+from pyro_implicit.runtime.sites import FlatPriorStart, example_tensor, without_sequential_plates
 
 __all__ = [
     "Candidate",
@@ -277,10 +273,7 @@ def weigh(
 
 
 def choose(
-    candidates: list[Candidate],
-    modes: Modes,
-    target: Target,
-    policy: ChoicePolicy | None = None,
+    candidates: list[Candidate], modes: Modes, target: Target, policy: ChoicePolicy | None = None
 ) -> tuple[Candidate, str]:
     """Choose the candidate with the highest bound among those that cover all modes.
 
@@ -393,9 +386,7 @@ def set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def mixture_weights(
-    target: Target,
-    components: Sequence[Distribution],
-    policy: MixturePolicy | None = None,
+    target: Target, components: Sequence[Distribution], policy: MixturePolicy | None = None
 ) -> Tensor:
     r"""Maximise the exact ELBO of a mixture :math:`q_w = \sum_k w_k q_k` over its weights.
 

@@ -128,10 +128,7 @@ def _add_guide(stages: Stages, draws: StoredDraws) -> None:
 
 
 def fit_discrete(
-    stages: Stages,
-    target: Target,
-    refine: Literal["auto"] | bool,
-    fit_rest: Callable[..., Fit],
+    stages: Stages, target: Target, refine: Literal["auto"] | bool, fit_rest: Callable[..., Fit]
 ) -> Fit:
     """Sum over discrete elements whose terms form trees, or sample by chains.
 

@@ -14,10 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.checks.numerics import (
-    harmful_rounding,
-    widen_if_rounded,
-)
+from pyro_implicit.density.checks.numerics import harmful_rounding, widen_if_rounded
 from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH

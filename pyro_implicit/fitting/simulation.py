@@ -34,12 +34,7 @@ from pyro_implicit.ops import logistic_ratio_loss
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
-from pyro_implicit.runtime.messages import (
-    Printed,
-    Table,
-    refuse_counts,
-    refuse_nonpositive,
-)
+from pyro_implicit.runtime.messages import Printed, Table, refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
 from pyro_implicit.runtime.sites import constrained_parts, is_data, site_parts, survives
 

@@ -361,7 +361,7 @@ class Stages:
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
                     f"({', '.join(parameters)}) ended after {len(losses)} steps, by {end}. Cure: a "
-                    f"larger {end} or lr, or parameters of unit scale",
+                    f"larger {end} or lr, or parameters of unit scale"
                 )
         self.trained = with_fixed_parameters(self.model)
         return True

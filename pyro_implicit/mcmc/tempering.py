@@ -32,15 +32,7 @@ from pyro_implicit.ops.ensemble_hmc import ChainState, chosen
 from pyro_implicit.ops.importance_weights import systematic
 from pyro_implicit.runtime.progress import new_stage, watch
 
-__all__ = [
-    "Annealed",
-    "Cloud",
-    "Evaluated",
-    "ModeWeights",
-    "anneal",
-    "join_clouds",
-    "temper",
-]
+__all__ = ["Annealed", "Cloud", "Evaluated", "ModeWeights", "anneal", "join_clouds", "temper"]
 
 
 Stopped = Literal["converged", "max_gradients", "max_seconds", "callback", "interrupted"]
@@ -491,12 +483,7 @@ def join_clouds(
     return joined, drift, stopped, num_gradients
 
 
-def temper(
-    space: Space,
-    modes: Modes,
-    track: Tracker,
-    plan: ChainSetup,
-) -> Annealed:
+def temper(space: Space, modes: Modes, track: Tracker, plan: ChainSetup) -> Annealed:
     """Draw from all modes by annealing.
 
     A first cloud starts from the normals of the search. Its particles, once settled, give each mode
