@@ -204,7 +204,7 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
     points = target.sample_prior(limits.num_probed)
     split = target.latent_dim - target.discrete_dim
     continuous, values = points[:, :split], points[:, split:]
-    terms = terms_given(target, continuous)
+    terms = terms_given(target.terms, continuous)
     depends = dependence(values, terms, elements, limits)
     for reach in (limits.first_reach**0.5, limits.first_reach):
         # Small moves change nothing where the density is 0.

@@ -73,7 +73,7 @@ def possible_points(space: MixedSpace, points: Tensor, policy: ChainPolicy) -> T
         return points
     some = points[is_lost]
     continuous, values = some[:, :split], some[:, split:]
-    given = window_gibbs.terms_given(space.target, continuous)
+    given = window_gibbs.terms_given(space.target.terms, continuous)
 
     def terms(values: Tensor) -> Tensor:
         return given(values).nan_to_num(nan=-limits.impossible, neginf=-limits.impossible)
@@ -291,7 +291,7 @@ class MixedChains(WindowedChains):
     def _terms(self, white: Tensor, values: Tensor) -> Tensor:
         """Return the terms at white coordinates with other values, ``(*batch, num_terms)``."""
         points = self.frame.to_points(white)[:, : self._split]
-        return window_gibbs.terms_given(self.mixed, points)(values)
+        return window_gibbs.terms_given(self.mixed.terms, points)(values)
 
 
 def _joined(part: ChainState, discrete: Tensor) -> ChainState:
