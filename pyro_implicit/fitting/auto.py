@@ -469,7 +469,12 @@ def _fit_by_search(
         modes = search()
         if stages.learn_parameters(target, modes):
             modes = search()
-        if refine is not False and len(modes.loc) > policy.budget.most_modes:
+        if refine is False:
+            exact = train_exact(stages, target, modes, math.inf)
+            if not exact.gap < policy.choice.near:
+                train_semi_implicit(stages, target, exact)
+            return stages.choose(target, modes)
+        if len(modes.loc) > policy.budget.most_modes:
             warn_user(
                 f"the search found {len(modes.loc)} separate modes, and the posterior may have "
                 "many more: fit does not weigh them, and its draws stay in the modes where chains "
@@ -477,27 +482,21 @@ def _fit_by_search(
                 "for one that enters by its square"
             )
             return _fit_without_search(stages, target, plan, otherwise)
-        seconds = math.inf if refine is False else policy.budget.training_seconds
-        exact = train_exact(stages, target, modes, seconds)
-        if refine is not False and not math.isfinite(exact.bound):
+        exact = train_exact(stages, target, modes, policy.budget.training_seconds)
+        if not math.isfinite(exact.bound):
             if target.widen(modes.loc):  # rounding errors of large terms may make a spike
                 return _fit_by_search(stages, target, plan, refine, otherwise)
             possible = target.log_prob(exact.draws).isfinite().double().mean()
             if possible < policy.choice.least_possible:
                 # The search ended in a spike, as a funnel has at scale 0: no Gaussian is near.
                 return _fit_without_search(stages, target, plan, otherwise)
-        near = exact.gap < policy.choice.near
-        if refine is False and not near:
-            train_semi_implicit(stages, target, exact)
         stages.choose(target, modes)
-        if refine is False:
-            return stages.result
         # These weights are of new draws; those of the bound may have missed a region.
-        near = correct(stages, target) > policy.correction.near and near
-        if refine is True or not (near or stages.result.correction):
-            move_draws(
-                stages, plan.chains, optional=refine is not True, modes=modes, otherwise=otherwise
-            )
+        is_near = correct(stages, target) > policy.correction.near
+        is_near &= exact.gap < policy.choice.near
+        if refine is True or not (is_near or stages.result.correction):
+            optional = refine is not True
+            move_draws(stages, plan.chains, optional, modes=modes, otherwise=otherwise)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)

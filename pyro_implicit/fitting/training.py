@@ -194,10 +194,8 @@ def train(
         try:
             with watch(name, schedule.num_steps, len(state.losses)) as watched:
                 while not state.finished:
-                    decay_start, clock = state.begin_decay(schedule), 0.0
-                    if math.isfinite(max_seconds):
-                        elapsed = mean_over_processes(time.perf_counter() - began, device)
-                        clock = elapsed / max_seconds
+                    decay_start = state.begin_decay(schedule)
+                    clock = _share_of_time(began, max_seconds, device)
                     rate = schedule.rate(len(state.losses), decay_start)
                     for group in optimiser.param_groups:
                         group["lr"] = min(rate, schedule.rate_by_clock(clock))
@@ -219,14 +217,8 @@ def train(
                         state.finished = _looks_enough(is_enough)
                     _check_finite(state.losses, state.finished, max_nonfinite)
                     if held_out is not None:
-                        period = held_out.interval
-                        if period is None:
-                            period = 1 if batches is None else batches.epoch_length
-                        if state.finished or steps % period == 0:
-                            held_out.num_steps = steps
-                            state.finished |= held_out.judge(guide, parameters)
-                        if state.finished:
-                            held_out.take_best(parameters)
+                        epoch = 1 if batches is None else batches.epoch_length
+                        _score(held_out, state, epoch, guide, parameters)
                     if file is not None and (state.finished or steps % checkpoint_every == 0):
                         state.batches = None if batches is None else batches.state()
                         state.held_out = None if held_out is None else held_out.state()
@@ -239,6 +231,25 @@ def train(
             optimiser.zero_grad()  # a later SVI would add to them
             line.outcome = f"{len(state.losses)} steps"
         return state.losses
+
+
+def _share_of_time(began: float, max_seconds: float, device: torch.device) -> float:
+    """Return the share of the time limit that is over, the same in all processes."""
+    if math.isinf(max_seconds):
+        return 0.0
+    return mean_over_processes(time.perf_counter() - began, device) / max_seconds
+
+
+def _score(
+    held_out: HeldOut, state: _State, epoch: int, guide: Callable[..., Any], parameters: Any
+) -> None:
+    """Score held-out rows after an epoch or interval; a training ends at the best parameters."""
+    steps = len(state.losses)
+    if state.finished or steps % (held_out.interval or epoch) == 0:
+        held_out.num_steps = steps
+        state.finished |= held_out.judge(guide, parameters)
+    if state.finished:
+        held_out.take_best(parameters)
 
 
 def _looks_enough(is_enough: Callable[[], bool]) -> bool:
