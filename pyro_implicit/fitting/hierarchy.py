@@ -33,7 +33,7 @@ from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.quadrature import NormalRule, normal_draws, normal_rule
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["fit_hierarchy"]
@@ -356,10 +356,12 @@ def _refine(
         )
         refined = refine_target(plan)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
-        if not refined.settled:
+        result.interrupted = refined.stopped == "interrupted"
+        if not (refined.settled or result.interrupted):
             warn_user(
                 f"chains of the global variables stopped at {refined.stopped} before they "
                 f"converged: {refined.drift}. Cure: a larger max_seconds"
             )
         return target.unconstrain(refined.get_samples())
+    warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     return draws
