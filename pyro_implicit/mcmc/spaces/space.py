@@ -481,10 +481,9 @@ class ConditionalNoise(Space):
         if not (coupled and self._scale(coupled, policy)):
             self._scale([], policy)
         self._maps = [self._map, *self._others]
+        self._set_map(self._map)
         if fitted is not None:
             self._use(fitted)
-        self.reparams = self._map.reparams
-        self._traced_latent = _traced_value(self._map.to_latent, **self._recording)
 
     def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         return self._map.score(points)
@@ -538,12 +537,15 @@ class ConditionalNoise(Space):
         space = copy.copy(self)
         space._use(fitted)
         space._traced = TracedScore(space.plain_score, **self._recording)
-        space._traced_latent = _traced_value(space._map.to_latent, **self._recording)
         return space
 
     def _use(self, fitted: Fitted) -> None:
-        self.fitted, self._map = fitted, self._maps[fitted.choice].changed(fitted.laws)
-        self.reparams = self._map.reparams
+        self.fitted = fitted
+        self._set_map(self._maps[fitted.choice].changed(fitted.laws))
+
+    def _set_map(self, noise_map: NoiseMap) -> None:
+        self._map, self.reparams = noise_map, noise_map.reparams
+        self._traced_latent = _traced_value(noise_map.to_latent, **self._recording)
 
     def _scale(self, coupled: list[str], policy: SpacePolicy) -> bool:
         """Map scaled latents, and coupled sites in non-centred form, if this makes them rounder."""
