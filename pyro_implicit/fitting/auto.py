@@ -40,7 +40,6 @@ from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
 from pyro_implicit.fitting.network_fit import (
     fit_network,
-    is_ensemble,
     refuse_missing_targets,
     score_validation,
     train_by_minibatches,
@@ -301,7 +300,8 @@ def _take_batches(
     stages: Stages, batches: BatchStream, epochs: int, refine: bool, is_network: bool
 ) -> None:
     """Let trainings use minibatches, and score the rows for validation after each epoch."""
-    stages.batches, stages.result.minibatches = batches, True
+    stages.batches, stages.first_batch = batches, batches.probed[0]
+    stages.result.minibatches = True
     refuse_processes(stages.first_batch, refine)
     stages.num_steps = epochs * batches.epoch_length
     if stages.validation is None:
@@ -400,7 +400,7 @@ def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | Non
 
 
 def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] | bool) -> Fit:
-    policy, is_network = stages.policy, target is not None and is_ensemble(stages, target)
+    policy, is_network = stages.policy, target is not None and _is_ensemble(stages, target)
     if stages.teaches and not is_network:
         raise ValueError(NO_CHAINS)
     if stages.validation is not None and (not is_network or refine is False):
@@ -435,6 +435,12 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         return _fit_by_search(stages, target, plan, refine, otherwise)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
+
+
+def _is_ensemble(stages: Stages, target: Target) -> bool:
+    """Return whether the model is a network whose weights are too many for a mode search."""
+    is_wide = target.latent_dim > stages.policy.network.most_searched_weights
+    return is_wide and isinstance(stages.model, NetworkModel)
 
 
 def _fit_by_integration(
@@ -540,7 +546,7 @@ def _fit_batches(
         refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
-    if is_ensemble(stages, target):
+    if _is_ensemble(stages, target):
         return train_by_minibatches(stages, time_share)
     scale = policy.minibatch_init_scale
     if not is_wide:

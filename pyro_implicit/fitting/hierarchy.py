@@ -19,7 +19,7 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.parameters import model_parameters
-from pyro_implicit.fitting.refinement import affordable_chains
+from pyro_implicit.fitting.refinement import affordable_chains, patience_of
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
@@ -352,7 +352,7 @@ def _refine(
             chains.num_chains,
             chains.max_gradients,
             limit=stages.limit,
-            patience=stages.patience,
+            patience=patience_of(stages),
         )
         refined = refine_target(plan)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"

@@ -43,13 +43,7 @@ from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
-__all__ = [
-    "fit_network",
-    "is_ensemble",
-    "refuse_missing_targets",
-    "score_validation",
-    "train_by_minibatches",
-]
+__all__ = ["fit_network", "refuse_missing_targets", "score_validation", "train_by_minibatches"]
 
 LONGER = "ensemble, longer"  # the stage in which an ensemble goes on after rejected chains
 
@@ -100,12 +94,6 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     if is_timed and rows is not None and result.refined is None and not result.interrupted:
         _train_longer(stages, rows)
     return result
-
-
-def is_ensemble(stages: Stages, target: Target) -> bool:
-    """Return whether the model is a network whose weights are too many for a mode search."""
-    is_wide = target.latent_dim > stages.policy.network.most_searched_weights
-    return is_wide and isinstance(stages.model, NetworkModel)
 
 
 def _new_ensemble(model: NetworkModel, num_members: int) -> AutoEnsemble:

@@ -57,6 +57,7 @@ __all__ = [
     "correct",
     "make_plan",
     "move_draws",
+    "patience_of",
     "teach_moments",
     "train_mean_field",
 ]
@@ -325,10 +326,15 @@ def _chain_setup(
         chains.max_gradients,
         frame="full" if _is_untrained(stages) else "auto",
         limit=stages.limit,
-        patience=stages.patience,
+        patience=patience_of(stages),
         compile=stages.options["compile"],
         anneals_apart=bool(target.sampled) or not stages.one_by_one,
     )
+
+
+def patience_of(stages: Stages) -> float:
+    """Return the seconds of one core after which chains end; a time limit ends them itself."""
+    return math.inf if stages.limit.seconds() else stages.policy.budget.patient_seconds
 
 
 def _is_untrained(stages: Stages) -> bool:

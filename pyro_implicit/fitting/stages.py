@@ -110,6 +110,8 @@ class Stages:
         #: Guides made by this call.
         self.guides: list[AutoGuide] = []
         self.batches: BatchStream | None = None
+        #: The first minibatch; empty with all data.
+        self.first_batch: tuple = ()
         self.held_out: HeldOut | None = None
         #: Held-out rows of a network with all data that the user gave.
         self.validation: Any = None
@@ -127,16 +129,6 @@ class Stages:
         self._seconds: Callable[[int], float] | None = None
         #: Importance weights of the latest candidate, if they suffice.
         self.reliability: LogWeights | None = None
-
-    @property
-    def first_batch(self) -> tuple:
-        """The first minibatch; empty with all data."""
-        return () if self.batches is None else self.batches.probed[0]
-
-    @property
-    def patience(self) -> float:
-        """Seconds of one core for chains that do not converge; without end until the limit."""
-        return math.inf if self.limit.seconds() else self.policy.budget.patient_seconds
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:

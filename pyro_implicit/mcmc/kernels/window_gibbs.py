@@ -32,15 +32,7 @@ from pyro_implicit.density.discrete import Elements
 from pyro_implicit.mcmc.policy import WindowPolicy
 from pyro_implicit.ops.discrete_moves import choose_other, classes_of, windows
 
-__all__ = [
-    "MoveClass",
-    "State",
-    "dependence",
-    "move_classes",
-    "reach_of",
-    "step",
-    "terms_given",
-]
+__all__ = ["MoveClass", "State", "dependence", "move_classes", "reach_of", "step", "terms_given"]
 
 #: From discrete values ``(*batch, num_chains, num_elements)`` to terms.
 Terms = Callable[[Tensor], Tensor]
