@@ -36,9 +36,8 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.candidates import mean_field_guide
 from pyro_implicit.fitting.checkpoint import loss_settings, own_file, same_start
-from pyro_implicit.fitting.discrete_fit import fit_discrete
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
-from pyro_implicit.fitting.marginal_fit import fit_marginal
+from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
 from pyro_implicit.fitting.network_fit import (
     fit_network,
     refuse_missing_targets,
@@ -56,9 +55,8 @@ from pyro_implicit.fitting.refinement import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
-from pyro_implicit.fitting.starts import between
+from pyro_implicit.fitting.starts import between, middle_of_turns
 from pyro_implicit.fitting.training import HeldOut, default_loss
-from pyro_implicit.fitting.turns import middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO
@@ -261,8 +259,7 @@ def fit(
         warn_of_stored_values(guide)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
     num_steps, epochs = num_steps or policy.schedule.num_steps, epochs or policy.training.epochs
-    folder = None if checkpoint is None else Path(checkpoint)
-    if folder is not None:
+    if checkpoint is not None:
         settings = {
             "guide": guide if isinstance(guide, str) else type(guide).__name__,
             "num_steps": num_steps,
@@ -277,36 +274,50 @@ def fit(
             "teach": teach,
             "policy": repr(policy),
         }
-        same_start(own_file(folder, "start"), settings)
-    limit = TimeLimit(max_seconds)
+        same_start(own_file(checkpoint, "start"), settings)
     options = {
-        "checkpoint": folder,
+        "checkpoint": checkpoint,
         "checkpoint_every": checkpoint_every,
         "progress": progress,
         "compile": compile,
     }
+    limit = TimeLimit(max_seconds)
     stages = Stages(
         model, args, kwargs, num_steps, lr, num_particles, limit, policy, options, callbacks
     )
-    if batches is not None:
-        stages.batches, stages.result.minibatches = BatchStream(batches), True
-        refuse_processes(stages.batches.probed[0], refine is True)
-        stages.num_steps = epochs * stages.batches.epoch_length
-        if validation is not None:
-            width, limits = len(stages.batches.probed[0]), policy.held_out
-            patience, number = round(limits.patience_share * epochs), limits.num_draws
-            if is_network:  # all members of an ensemble
-                number = max(number, policy.network.fewest_members)
-            limits = replace(limits, patience=max(limits.patience, patience), num_draws=number)
-            stages.held_out = HeldOut(model, validation, args, kwargs, width, limits)
-    if isinstance(model, NetworkModel):
-        first = stages.batches.probed[0] if stages.batches is not None else ()
-        refuse_missing_targets(model, (*args, *first), kwargs)
     stages.validation, stages.teaches = validation, teach
+    if batches is not None:
+        _take_batches(stages, BatchStream(batches), epochs, refine is True, is_network)
+    if isinstance(model, NetworkModel):
+        refuse_missing_targets(model, (*args, *stages.first_batch), kwargs)
     with stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
         return _fit_one(stages, guide, loss, amortize, refine is True, epochs)
+
+
+def _take_batches(
+    stages: Stages, batches: BatchStream, epochs: int, refine: bool, is_network: bool
+) -> None:
+    """Let trainings use minibatches, and score the rows for validation after each epoch."""
+    stages.batches, stages.first_batch = batches, batches.probed[0]
+    stages.result.minibatches = True
+    refuse_processes(stages.first_batch, refine)
+    stages.num_steps = epochs * batches.epoch_length
+    if stages.validation is None:
+        return
+    limits, number = stages.policy.held_out, stages.policy.held_out.num_draws
+    if is_network:  # all members of an ensemble
+        number = max(number, stages.policy.network.fewest_members)
+    patience = max(limits.patience, round(limits.patience_share * epochs))
+    stages.held_out = HeldOut(
+        stages.model,
+        stages.validation,
+        stages.args,
+        stages.kwargs,
+        len(stages.first_batch),
+        replace(limits, patience=patience, num_draws=number),
+    )
 
 
 def _fit_one(
@@ -337,6 +348,20 @@ def _fit_one(
 
 
 def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
+    target = _find_target(stages, refine)
+    # Processes that divide the chains use all cores, on which threads of torch would wait actively.
+    is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
+    with single_thread(target is not None and (is_divided or target.is_small)):
+        return _fit_target(stages, target, refine)
+
+
+def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | None:
+    """Return the posterior of all data in suitable coordinates; None if the model subsamples them.
+
+    Latent variables with moving supports, batch dimensions outside of plates and angles are
+    declared for all stages first.
+    """
+
     def make_target() -> Target:
         return Target(stages.model, *stages.args, model_kwargs=stages.kwargs, sample_discrete=True)
 
@@ -357,6 +382,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             seconds = min(budget.search_seconds, stages.limit.left(budget.search_share))
             stages.declare_turns(middle_of_turns(target, iterations, seconds))
             target = make_target()
+        return target
     except SubsampledError as error:
         if isinstance(stages.model, NetworkModel):
             raise ValueError(
@@ -370,20 +396,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             ) from error
         if refine == "auto":
             warn_user(f"fit neither corrects nor checks the draws of this guide: {error}")
-        target = None
-    # Processes that divide the chains use all cores, on which threads of torch would wait actively.
-    is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
-    with single_thread(target is not None and (is_divided or target.is_small)):
-        return _fit_target(stages, target, refine)
+        return None
 
 
 def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] | bool) -> Fit:
-    policy = stages.policy
-    is_network = (
-        isinstance(stages.model, NetworkModel)
-        and target is not None
-        and (target.latent_dim > policy.network.most_searched_weights)
-    )
+    policy, is_network = stages.policy, target is not None and _is_ensemble(stages, target)
     if stages.teaches and not is_network:
         raise ValueError(NO_CHAINS)
     if stages.validation is not None and (not is_network or refine is False):
@@ -394,10 +411,8 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         )
     try:
         if target is None or (target.latent_dim > MAX_DENSE_DIM and refine is False):
-            scale, few = policy.training.init_scale, policy.training.few_particles
-            guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
-            loss = default_loss(guide, min(stages.num_particles, few))
-            return stages.train_alone("semi-implicit", guide, loss)
+            limits = policy.training
+            return _train_semi_implicit_alone(stages, limits.init_scale, limits.few_particles)
         stages.result.target = target
         target.refuse_improper()
         if target.sampled:
@@ -420,6 +435,12 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         return _fit_by_search(stages, target, plan, refine, otherwise)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
+
+
+def _is_ensemble(stages: Stages, target: Target) -> bool:
+    """Return whether the model is a network whose weights are too many for a mode search."""
+    is_wide = target.latent_dim > stages.policy.network.most_searched_weights
+    return is_wide and isinstance(stages.model, NetworkModel)
 
 
 def _fit_by_integration(
@@ -454,7 +475,12 @@ def _fit_by_search(
         modes = search()
         if stages.learn_parameters(target, modes):
             modes = search()
-        if refine is not False and len(modes.loc) > policy.budget.most_modes:
+        if refine is False:
+            exact = train_exact(stages, target, modes, math.inf)
+            if not exact.gap < policy.choice.near:
+                train_semi_implicit(stages, target, exact)
+            return stages.choose(target, modes)
+        if len(modes.loc) > policy.budget.most_modes:
             warn_user(
                 f"the search found {len(modes.loc)} separate modes, and the posterior may have "
                 "many more: fit does not weigh them, and its draws stay in the modes where chains "
@@ -462,27 +488,21 @@ def _fit_by_search(
                 "for one that enters by its square"
             )
             return _fit_without_search(stages, target, plan, otherwise)
-        seconds = math.inf if refine is False else policy.budget.training_seconds
-        exact = train_exact(stages, target, modes, seconds)
-        if refine is not False and not math.isfinite(exact.bound):
+        exact = train_exact(stages, target, modes, policy.budget.training_seconds)
+        if not math.isfinite(exact.bound):
             if target.widen(modes.loc):  # rounding errors of large terms may make a spike
                 return _fit_by_search(stages, target, plan, refine, otherwise)
             possible = target.log_prob(exact.draws).isfinite().double().mean()
             if possible < policy.choice.least_possible:
                 # The search ended in a spike, as a funnel has at scale 0: no Gaussian is near.
                 return _fit_without_search(stages, target, plan, otherwise)
-        near = exact.gap < policy.choice.near
-        if refine is False and not near:
-            train_semi_implicit(stages, target, exact)
         stages.choose(target, modes)
-        if refine is False:
-            return stages.result
         # These weights are of new draws; those of the bound may have missed a region.
-        near = correct(stages, target) > policy.correction.near and near
-        if refine is True or not (near or stages.result.correction):
-            move_draws(
-                stages, plan.chains, optional=refine is not True, modes=modes, otherwise=otherwise
-            )
+        is_near = correct(stages, target) > policy.correction.near
+        is_near &= exact.gap < policy.choice.near
+        if refine is True or not (is_near or stages.result.correction):
+            optional = refine is not True
+            move_draws(stages, plan.chains, optional, modes=modes, otherwise=otherwise)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)
@@ -497,7 +517,7 @@ def _fit_batches(
 ) -> Fit:
     """Train a guide on minibatches; the scales of an automatic ``AutoNormal`` start small."""
     assert stages.batches is not None
-    first, policy = stages.batches.probed[0], stages.policy.training
+    first, policy = stages.first_batch, stages.policy.training
 
     def make_target() -> Target:
         return Target.of_minibatches(
@@ -526,19 +546,23 @@ def _fit_batches(
         refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
-    network = stages.policy.network
-    if isinstance(stages.model, NetworkModel) and target.latent_dim > network.most_searched_weights:
+    if _is_ensemble(stages, target):
         return train_by_minibatches(stages, time_share)
     scale = policy.minibatch_init_scale
     if not is_wide:
-        guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
-        return stages.train_alone(
-            "semi-implicit", guide, default_loss(guide, particles), time_share
-        )
+        return _train_semi_implicit_alone(stages, scale, particles, time_share)
     start = between(target, stages.policy.start)
     guide = mean_field_guide(stages.model, target, start, init_scale=scale)
     loss = ImplicitELBO(particles, nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss, time_share)
+
+
+def _train_semi_implicit_alone(
+    stages: Stages, scale: float, num_particles: int, time_share: float = 1.0
+) -> Fit:
+    guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
+    loss = default_loss(guide, min(stages.num_particles, num_particles))
+    return stages.train_alone("semi-implicit", guide, loss, time_share)
 
 
 def _knows_rows(guide: Any) -> bool:
@@ -562,8 +586,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
             progress=stages.options["progress"],
             model_kwargs=stages.kwargs,
         )
-        result.refined = refined
-        choice = refined.choice
+        result.refined, choice = refined, refined.choice
         line.outcome = (
             f"{refined.num_gradients} gradients, step size bounded by {choice.limit}, "
             f"{choice.relaxations:.2g} relaxation times"
@@ -576,8 +599,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
 
 
 def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
-    batch = () if stages.batches is None else stages.batches.probed[0]
-    everything, policy = (*stages.args, *batch), stages.policy.training
+    everything, policy = (*stages.args, *stages.first_batch), stages.policy.training
     scale = policy.minibatch_init_scale
 
     def rest(hidden: Callable[..., Any]) -> AutoGuide:

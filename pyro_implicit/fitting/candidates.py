@@ -47,11 +47,7 @@ from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.messages import short_repr
-from pyro_implicit.runtime.sites import (
-    FlatPriorStart,
-    example_tensor,
-    without_sequential_plates,
-)
+from pyro_implicit.runtime.sites import FlatPriorStart, example_tensor, without_sequential_plates
 
 __all__ = [
     "Candidate",
@@ -277,10 +273,7 @@ def weigh(
 
 
 def choose(
-    candidates: list[Candidate],
-    modes: Modes,
-    target: Target,
-    policy: ChoicePolicy | None = None,
+    candidates: list[Candidate], modes: Modes, target: Target, policy: ChoicePolicy | None = None
 ) -> tuple[Candidate, str]:
     """Choose the candidate with the highest bound among those that cover all modes.
 
@@ -393,9 +386,7 @@ def set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def mixture_weights(
-    target: Target,
-    components: Sequence[Distribution],
-    policy: MixturePolicy | None = None,
+    target: Target, components: Sequence[Distribution], policy: MixturePolicy | None = None
 ) -> Tensor:
     r"""Maximise the exact ELBO of a mixture :math:`q_w = \sum_k w_k q_k` over its weights.
 
@@ -614,61 +605,73 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
     :param marginal: their density.
     :param num_draws: the number of draws.
     """
-    parts: list[Tensor] = []
-    faults: list[Tensor] = []
+    joint = _JointDraws(found.symmetries, marginal)
+    if found.refined is None and found.correction is not None:
+        latent, known = _joint_by_weights(found, joint, num_draws)
+    else:
+        latent, known = _joint_by_chains(found, joint, num_draws)
+    return StoredDraws(marginal.target.constrain(latent), **known), joint.max_fault
 
-    def draw(rest: Tensor) -> Tensor:
+
+class _JointDraws:
+    """Draws of the integrated variables, one for each value of the remaining ones."""
+
+    def __init__(self, symmetries: Symmetries | None, marginal: Marginal) -> None:
+        self._symmetries, self._marginal = symmetries, marginal
+        self._latents: list[Tensor] = []
+        self.max_fault = 0.0
+
+    def draw(self, rest: Tensor) -> Tensor:
+        """Draw the integrated variables, and return the density of the remaining ones."""
         # Before the other variables are drawn given these; the density does not change.
-        rest = found.symmetries.shuffled(rest) if found.symmetries else rest
-        drawn, value, fault = marginal.draw(rest)
-        parts.append(drawn)
-        faults.append(fault[value.isfinite()])
+        rest = self._symmetries.shuffled(rest) if self._symmetries else rest
+        latent, value, fault = self._marginal.draw(rest)
+        self._latents.append(latent)
+        known = fault[value.isfinite()]
+        if len(known):
+            self.max_fault = max(self.max_fault, known.amax().item())
         return value
 
-    target, guide = marginal.target, found.guide
-    if found.refined is None and found.correction is not None:
-        # Sobol points: moments of the remaining variables are then almost those of an integral.
-        like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
-        noise = normal_draws(num_draws, len(like), like, seed)
-        while guide is not None:
-            parts.clear()
-            rest, weights = exact_log_weights(
-                guide, found.target, num_draws, log_prob=draw, noise=noise
-            )
-            is_settled = found.policy.correction.confirms(weights, found.correction)
-            is_last = is_settled or guide is not found.guide
-            correction = found.policy.correction
-            guide = (
-                None if is_last else matched_guide(guide, found.target, rest, weights, correction)
-            )
-        index = weights.resample(num_draws)
-        latent = torch.cat(parts)[index]
-        order = index.argsort()
-        again = order[1:][index[order].diff() == 0]
-        if len(again):  # a point that repeats has other values of the integrated variables
-            parts.clear()
-            draw(rest[index[again]])
-            latent[again] = torch.cat(parts)
-        known: dict[str, Any] = {"settled": is_settled, "modes_weighed": True}
-        if not is_settled:
-            known["doubts"] = (f"importance weights of the remaining variables: {weights}",)
-    else:
-        stored = found.posterior
-        if not isinstance(stored, StoredDraws):
-            stored = StoredDraws(found.sample(num_draws), settled=True)
-        chains = stored.num_chains
-        index = torch.arange(stored.num_draws).reshape(chains, -1)
-        step = max(1, math.ceil(stored.num_draws / num_draws))
-        index = index[:, ::step].flatten()
-        draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
-        latent = torch.cat(parts)
-        known = {
-            "settled": stored.settled,
-            "modes_weighed": stored.modes_weighed,
-            "doubts": stored.doubts,
-            "drift": stored.drift,
-            "num_independent": stored.num_independent,
-            "num_chains": chains,
-        }
-    fault = max(one.amax().item() for one in faults if len(one))
-    return StoredDraws(target.constrain(latent), **known), fault
+    def take(self) -> Tensor:
+        """Return all latent variables since the last call, ``(num_draws, latent_dim)``."""
+        latents, self._latents = torch.cat(self._latents), []
+        return latents
+
+
+def _joint_by_weights(
+    found: Any, joint: _JointDraws, num_draws: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Resample joint draws by the importance weights of the remaining variables."""
+    # Sobol points: moments of the remaining variables are then almost those of an integral.
+    like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
+    noise, policy = normal_draws(num_draws, len(like), like, seed), found.policy.correction
+    guide, is_settled = found.guide, False
+    while guide is not None:
+        rest, weights = exact_log_weights(
+            guide, found.target, num_draws, log_prob=joint.draw, noise=noise
+        )
+        latent, is_settled = joint.take(), policy.confirms(weights, found.correction)
+        is_last = is_settled or guide is not found.guide
+        guide = None if is_last else matched_guide(guide, found.target, rest, weights, policy)
+    index = weights.resample(num_draws)
+    latent, order = latent[index], index.argsort()
+    again = order[1:][index[order].diff() == 0]
+    if len(again):  # a point that repeats has other values of the integrated variables
+        joint.draw(rest[index[again]])
+        latent[again] = joint.take()
+    doubts = () if is_settled else (f"importance weights of the remaining variables: {weights}",)
+    return latent, {"settled": is_settled, "modes_weighed": True, "doubts": doubts}
+
+
+def _joint_by_chains(
+    found: Any, joint: _JointDraws, num_draws: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Complete draws of the remaining variables, evenly spaced along their chains."""
+    stored = found.posterior
+    if not isinstance(stored, StoredDraws):
+        stored = StoredDraws(found.sample(num_draws), settled=True)
+    index = torch.arange(stored.num_draws).reshape(stored.num_chains, -1)
+    index = index[:, :: max(1, math.ceil(stored.num_draws / num_draws))].flatten()
+    joint.draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
+    names = ("settled", "modes_weighed", "doubts", "drift", "num_independent", "num_chains")
+    return joint.take(), {name: getattr(stored, name) for name in names}

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
-from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal
-from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density.groups import Groups
@@ -21,7 +19,7 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.parameters import model_parameters
-from pyro_implicit.fitting.refinement import affordable_chains
+from pyro_implicit.fitting.refinement import affordable_chains, patience_of
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
@@ -30,11 +28,12 @@ from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops.annealing import NormalMixture
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.quadrature import NormalRule, normal_draws, normal_rule
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["fit_hierarchy"]
@@ -68,7 +67,7 @@ def fit_hierarchy(stages: Stages) -> Fit:
 def _fit(stages: Stages) -> Fit:
     result, policy = stages.result, stages.policy.hierarchy
     assert stages.batches is not None
-    groups = Groups(stages.model, stages.batches.probed[0], stages.args, stages.kwargs)
+    groups = Groups(stages.model, stages.first_batch, stages.args, stages.kwargs)
     check_scaling(groups.target, stages.batches, num_processes())
     if names := model_parameters(groups.target):
         raise ValueError(
@@ -308,19 +307,14 @@ def _log_weights(
 
 def _sobol(modes: Modes, number: int) -> tuple[Tensor, Tensor]:
     """Return Sobol points of the mixture of Gaussians, and their log-density."""
-    weights = modes.elbo.softmax(0)
-    q = MixtureSameFamily(
-        Categorical(weights), MultivariateNormal(modes.loc, scale_tril=modes.scale_tril)
-    )
+    q = NormalMixture.of(modes.elbo, modes.loc, modes.scale_tril)
     noise = normal_draws(number, modes.loc.shape[-1], modes.loc)
-    which = torch.arange(number, device=noise.device)
-    if len(weights) > 1:
+    which = torch.zeros(number, dtype=torch.long, device=noise.device)
+    if len(modes.loc) > 1:
         levels = (torch.randperm(number, device=noise.device) + 0.5) / number
-        which = torch.bucketize(levels.to(weights), weights.cumsum(0)[:-1])
-    else:
-        which = torch.zeros_like(which)
-    points = modes.loc[which] + matvecmul(modes.scale_tril[which], noise)
-    return points, q.log_prob(points)
+        which = torch.bucketize(levels.to(noise), modes.elbo.softmax(0).cumsum(0)[:-1])
+    points = q.to_points(noise, which)
+    return points, q.log_joint(points).logsumexp(-1)
 
 
 def _moved(draws: Tensor, points: Tensor, weights: Tensor) -> Tensor:
@@ -358,14 +352,16 @@ def _refine(
             chains.num_chains,
             chains.max_gradients,
             limit=stages.limit,
-            patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
+            patience=patience_of(stages),
         )
         refined = refine_target(plan)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
-        if not refined.settled:
+        result.interrupted = refined.stopped == "interrupted"
+        if not (refined.settled or result.interrupted):
             warn_user(
                 f"chains of the global variables stopped at {refined.stopped} before they "
                 f"converged: {refined.drift}. Cure: a larger max_seconds"
             )
         return target.unconstrain(refined.get_samples())
+    warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     return draws

@@ -96,6 +96,10 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     return result
 
 
+def _new_ensemble(model: NetworkModel, num_members: int) -> AutoEnsemble:
+    return own_names(AutoEnsemble(model, num_members, init_to_shuffled(start_values(model))))
+
+
 def _warn_of_few_steps(stages: Stages) -> None:
     number = len(stages.result.losses)
     if number < stages.policy.budget.fewest_steps and math.isfinite(stages.limit.end):
@@ -115,9 +119,7 @@ def train_by_minibatches(stages: Stages, time_share: float) -> Fit:
     """
     policy, model = stages.policy.network, stages.model
     assert isinstance(model, NetworkModel) and stages.batches is not None
-    guide = own_names(
-        AutoEnsemble(model, policy.fewest_members, init_to_shuffled(start_values(model)))
-    )
+    guide = _new_ensemble(model, policy.fewest_members)
     loss = default_loss(guide, policy.fewest_members)
     result = stages.train_alone("ensemble", guide, loss, time_share)
     if time_share == 1:
@@ -178,7 +180,7 @@ def _train_ensemble(
     try:
         name = "ensemble" if guide is None else LONGER
         if guide is None:
-            guide = own_names(AutoEnsemble(model, members, init_to_shuffled(start_values(model))))
+            guide = _new_ensemble(model, members)
         loss = default_loss(guide, members)
         x, y = rows_of(model, stages.args, stages.kwargs)
         batches, lr_factor = None, 1.0

@@ -17,7 +17,7 @@ import torch
 
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
 from pyro_implicit.diagnostics.policy import EFFORT, Thresholds
-from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
+from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy, TemperingPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import (
     EVEN_EFFICIENCY,
@@ -86,7 +86,7 @@ class Schedule:
     plateau: bool = True
     window: int = 100
     max_gap: float = 0.0005
-    clip_norm: float = 10.0
+    clip_norm: float = TeachPolicy.clip_norm
     gap_window: int = 25
     first_look: int = 20
 
@@ -138,7 +138,7 @@ class BudgetPolicy:
     most_iterations: int = SEARCH.max_rounds * SEARCH.max_iterations
 
     #: Share of ``max_seconds`` that the search may take.
-    search_share: float = 0.25
+    search_share: float = TemperingPolicy.search_share
 
     #: Share of the remaining ``max_seconds`` that the importance weights of a guide may take.
     weighing_share: float = 0.2
@@ -540,7 +540,7 @@ class UpdatePolicy:
     components: tuple[int, ...] = (2, 4, 8, 16, 32)
 
     #: Share of the draws that is held out.
-    held_out: float = 0.2
+    held_out: float = 1 / TeachPolicy.held_out_part
 
     #: Points at which the log-density is matched.
     num_matched: int = 8000
@@ -614,7 +614,7 @@ class HierarchyPolicy:
 
     #: Effective sample size of the first weights, as a share, above which they correct only mean
     #: and covariance: for a skewness of 0.2 it is 0.993.
-    near_normal: float = 0.99
+    near_normal: float = EVEN_EFFICIENCY
 
     #: Most groups for which chains run after uneven weights.
     most_chained: int = 10_000
@@ -653,7 +653,7 @@ class IntegrationPolicy:
     """Fits of the variables that remain after others are integrated out."""
 
     #: Draws of all variables, at most; a power of two, because they are made from Sobol points.
-    num_draws: int = 8192
+    num_draws: int = HierarchyPolicy.num_draws
 
     #: Numbers in these draws, at most (160 MB in single precision).
     num_stored: int = 40_000_000
@@ -668,11 +668,9 @@ class IntegrationPolicy:
     weigh_seconds: float = 10.0
     least_weighed: int = 200
 
-    #: Seconds: budget of the search, which determines the number of paths.
-    search_seconds: float = 3.0
-
-    #: Newton steps of a typical path, by which the number of paths follows from the budget.
-    usual_steps: int = 10
+    #: Seconds: budget of a Newton step of all paths, which determines their number; a typical path
+    #: takes ten.
+    step_seconds: float = 0.3
 
     #: Seconds of chains that are tried before pairs of discrete values are summed. Chains of twelve
     #: counts with a known share of sightings converge in 2.
@@ -713,7 +711,7 @@ class SimulatorPolicy:
     batch_size: int = 256
 
     #: Share of the simulations by which a training ends.
-    held_out_share: float = 0.1
+    held_out_share: float = NetworkPolicy.held_out_share
 
     #: Steps between two scores of these, scores without a gain until the end, and the norm of
     #: clipped gradients.

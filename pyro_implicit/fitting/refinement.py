@@ -14,10 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.checks.numerics import (
-    harmful_rounding,
-    widen_if_rounded,
-)
+from pyro_implicit.density.checks.numerics import harmful_rounding, widen_if_rounded
 from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
@@ -60,6 +57,7 @@ __all__ = [
     "correct",
     "make_plan",
     "move_draws",
+    "patience_of",
     "teach_moments",
     "train_mean_field",
 ]
@@ -260,42 +258,19 @@ def move_draws(
     :param otherwise: called if the chains end far from convergence; returns whether it has replaced
         the result.
     """
-    result, budget = stages.result, stages.policy.budget
+    result = stages.result
     if optional and stages.limit.is_over():
         warn_user(_no_time("max_seconds passed before chains could start"))
         return result
+    # Annealing would need all copies: modes with equal units have fewer.
+    several = modes is not None and len(modes.loc) > 1 and not result.symmetries
     with result.attempt("refine") as line:
-        target = result.target
-        # Annealing would need all copies: modes with equal units have fewer.
-        several = modes is not None and len(modes.loc) > 1 and not result.symmetries
-        is_untrained = result.chosen == "gaussian" and stages.noise is None
-        score = None if several else _score_of_chains(stages)
-        if several:  # many short chains: the numbers in the modes are those of the weights
-            many = replace(budget, usual_chains=budget.most_chains)
-            chains = affordable_chains(target.score, target.init_loc, stages.one_by_one, many)
-            factor = CHAINS.tempering.num_chains // CHAINS.num_chains
-            chains = ChainPlan(factor * chains.num_chains, chains.max_gradients // factor)
-        if score is not None:
-            point = torch.zeros_like(target.init_loc)
-            chains = affordable_chains(score, point, stages.one_by_one, budget)
-        number = chains_in_time(target, chains.num_chains, stages.limit)
-        if number == 0 and optional:
+        setup = _chain_setup(stages, chains, several, optional)
+        if setup is None:
             line.outcome = "skipped: max_seconds is too short for chains"
             warn_user(_no_time("max_seconds is too short for chains"))
             return result
-        if several or number == 0:
-            number = chains.num_chains if several else CHAINS.least_chains
-        plan = ChainSetup(
-            Sampler(target, result.guide),
-            number,
-            chains.max_gradients,
-            frame="full" if is_untrained else "auto",
-            limit=stages.limit,
-            patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
-            compile=stages.options["compile"],
-            anneals_apart=bool(target.sampled) or not stages.one_by_one,
-        )
-        refined = result.refined = refine_target(plan, modes=modes if several else None)
+        refined = result.refined = refine_target(setup, modes=modes if several else None)
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
         if refined.modes_weighed and not several:
             line.outcome += "; annealed, because chains stayed in separate modes"
@@ -305,7 +280,7 @@ def move_draws(
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     elif refined.stopped == "interrupted":
         result.interrupted = True
-    elif optional and refined.stopped == "max_seconds" and _is_stuck(refined, budget):
+    elif optional and refined.stopped == "max_seconds" and _is_stuck(refined, stages.policy.budget):
         result.refined = None
         line.outcome += f"; {refined.drift}: dropped"
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
@@ -320,13 +295,60 @@ def move_draws(
                 f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
                 + _cure(result.target, refined)
             )
-    elif refined.reparams and not result.target.summed_out:  # the guide runs the plain model
-        _teach_conditional(stages, refined)
-    elif result.chosen == "mean-field":
-        teach_moments(stages, refined.moving())
-    elif is_untrained and refined.weights is None:
-        _match_gaussian(stages, refined)
+    else:
+        _teach_guide(stages, refined)
     return result
+
+
+def _chain_setup(
+    stages: Stages, chains: ChainPlan, several: bool, optional: bool
+) -> ChainSetup | None:
+    """Return the settings of chains, or of annealing for several modes; None if there is no time
+    for optional chains."""
+    result, budget = stages.result, stages.policy.budget
+    target = result.target
+    if several:  # many short chains: the numbers in the modes are those of the weights
+        many = replace(budget, usual_chains=budget.most_chains)
+        chains = affordable_chains(target.score, target.init_loc, stages.one_by_one, many)
+        factor = CHAINS.tempering.num_chains // CHAINS.num_chains
+        chains = ChainPlan(factor * chains.num_chains, chains.max_gradients // factor)
+    elif (score := _score_of_chains(stages)) is not None:
+        point = torch.zeros_like(target.init_loc)
+        chains = affordable_chains(score, point, stages.one_by_one, budget)
+    number = chains_in_time(target, chains.num_chains, stages.limit)
+    if number == 0 and optional:
+        return None
+    if several or number == 0:
+        number = chains.num_chains if several else CHAINS.least_chains
+    return ChainSetup(
+        Sampler(target, result.guide),
+        number,
+        chains.max_gradients,
+        frame="full" if _is_untrained(stages) else "auto",
+        limit=stages.limit,
+        patience=patience_of(stages),
+        compile=stages.options["compile"],
+        anneals_apart=bool(target.sampled) or not stages.one_by_one,
+    )
+
+
+def patience_of(stages: Stages) -> float:
+    """Return the seconds of one core after which chains end; a time limit ends them itself."""
+    return math.inf if stages.limit.seconds() else stages.policy.budget.patient_seconds
+
+
+def _is_untrained(stages: Stages) -> bool:
+    return stages.result.chosen == "gaussian" and stages.noise is None
+
+
+def _teach_guide(stages: Stages, refined: Refined) -> None:
+    """Let the guide of the result learn from chains that have settled, if it was not trained."""
+    if refined.reparams and not stages.result.target.summed_out:  # the guide runs the plain model
+        _teach_conditional(stages, refined)
+    elif stages.result.chosen == "mean-field":
+        teach_moments(stages, refined.moving())
+    elif _is_untrained(stages) and refined.weights is None:
+        _match_gaussian(stages, refined)
 
 
 def _is_stuck(refined: Refined, budget: BudgetPolicy) -> bool:

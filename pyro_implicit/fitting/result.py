@@ -28,13 +28,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.diagnostics.policy import EFFORT
 from pyro_implicit.diagnostics.quantities import Function
-from pyro_implicit.export import (
-    as_datatree,
-    as_inferencedata,
-    joined,
-    model_groups,
-    quiet_arviz,
-)
+from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import Learnt, describe, own_parameters, put_back

@@ -110,6 +110,8 @@ class Stages:
         #: Guides made by this call.
         self.guides: list[AutoGuide] = []
         self.batches: BatchStream | None = None
+        #: The first minibatch; empty with all data.
+        self.first_batch: tuple = ()
         self.held_out: HeldOut | None = None
         #: Held-out rows of a network with all data that the user gave.
         self.validation: Any = None
@@ -351,16 +353,15 @@ class Stages:
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
                     f"({', '.join(parameters)}) ended after {len(losses)} steps, by {end}. Cure: a "
-                    f"larger {end} or lr, or parameters of unit scale",
+                    f"larger {end} or lr, or parameters of unit scale"
                 )
         self.trained = with_fixed_parameters(self.model)
         return True
 
     def _keep_parameters(self) -> None:
         """Put the parameters of the model, and of a guide that is no module, into the result."""
-        guide, first = self.result.guide, () if self.batches is None else self.batches.probed[0]
-        args, found = (*self.args, *first), self.result.parameters
-        number = self.policy.training.num_tried
+        guide, number = self.result.guide, self.policy.training.num_tried
+        args, found = (*self.args, *self.first_batch), self.result.parameters
         with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
                 found.update(learnt_parameters(guide, *args, **self.kwargs))
@@ -529,44 +530,28 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
         or cost less than its training.
     :returns: the trained guide, or the Gaussians if training failed.
     """
-    policy, guide = stages.policy, stages.exact_guide(modes)
+    guide = stages.exact_guide(modes)
     start = {name: value.clone() for name, value in guide.state_dict().items()}
     with stages.result.attempt("gaussian") as line:
         notes = stages.set_weights(target, guide, modes)
         gaussian = stages.weigh("gaussian", guide, target)
         line.outcome = stages.add(gaussian) + notes
-        if gaussian.gap < policy.schedule.max_gap:
+        if gaussian.gap < stages.policy.schedule.max_gap:
             return gaussian
         if math.isfinite(seconds):
-            found = stages.reliability_of(guide, target)
-            if found is not None and policy.correction.accepts(found):
-                stages.reliability = found
-                return gaussian
-            if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
-                return gaussian
-            efficiency = 0.0 if found is None else found.efficiency
-            if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
-                stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
-            if stages.noise is not None:
-                line.outcome += "; chains use the noise of the priors instead of a trained guide"
-                return gaussian
-            if len(modes.loc) > 1:
-                weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
-                line.outcome += f"; {weighs} the modes, and no guide is trained"
-                return gaussian
-            if _chains_are_cheaper(stages, target, guide, efficiency):
-                line.outcome += "; chains cost less than the training of a guide"
+            reason = _why_untrained(stages, target, modes, gaussian)
+            if reason is not None:
+                line.outcome += reason
                 return gaussian
     name = "mixture" if isinstance(guide, AutoMixture) else "injective"
     with stages.result.attempt(name) as line:
-        losses: list[float] = []
-        notes, parts = "", [guide]
-        if isinstance(guide, AutoMixture):
-            parts = list(guide.components)
+        parts = list(guide.components) if isinstance(guide, AutoMixture) else [guide]
         loss = _loss_of(stages, guide)
         if stages.lacks_time_to_train(target, parts[0], loss, len(parts)):
             line.outcome = "skipped: max_seconds is too short for a training"
             return gaussian
+        losses: list[float] = []
+        notes = ""
         if isinstance(guide, AutoMixture):
             seconds /= len(parts) ** 0.5
             for index, part in enumerate(parts):
@@ -584,6 +569,31 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
         if not stages.candidates:
             raise line.error
     return stages.candidates[-1]
+
+
+def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candidate) -> str | None:
+    """Say why chains or importance weights replace the training of a guide; None if they do not.
+
+    Keeps the weights if they suffice, and the noise of the priors if chains use it.
+    """
+    policy, guide = stages.policy, gaussian.guide
+    found = stages.reliability_of(guide, target)
+    if found is not None and policy.correction.accepts(found):
+        stages.reliability = found
+        return ""
+    if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
+        return ""
+    if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
+        stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
+    if stages.noise is not None:
+        return "; chains use the noise of the priors instead of a trained guide"
+    if len(modes.loc) > 1:
+        weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
+        return f"; {weighs} the modes, and no guide is trained"
+    efficiency = 0.0 if found is None else found.efficiency
+    if _chains_are_cheaper(stages, target, guide, efficiency):
+        return "; chains cost less than the training of a guide"
+    return None
 
 
 def _chains_are_cheaper(stages: Stages, target: Target, guide: Any, efficiency: float) -> bool:

@@ -29,7 +29,12 @@ from pyro_implicit.density.model import (
     refuse_subsampling,
 )
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import is_first, mean_over_processes, num_processes
+from pyro_implicit.fitting.arguments import (
+    any_process,
+    is_first,
+    mean_over_processes,
+    num_processes,
+)
 from pyro_implicit.fitting.checkpoint import (
     load_checkpoint,
     loss_of_processes,
@@ -69,6 +74,10 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.losses = losses
 
 
+def _decay_steps(schedule: Schedule) -> int:
+    return round(schedule.num_steps * schedule.decay)
+
+
 @dataclass
 class _State:
     losses: list[float] = field(default_factory=list)
@@ -76,6 +85,13 @@ class _State:
     finished: bool = False
     batches: dict[str, Any] | None = None
     held_out: dict[str, Any] | None = None
+
+    def begin_decay(self, schedule: Schedule) -> int:
+        """Return the step at which the rate begins to fall: this one if the loss stands still."""
+        step, latest = len(self.losses), schedule.num_steps - _decay_steps(schedule)
+        if self.decay_start is None and (step >= latest or schedule.stands_still(self.losses)):
+            self.decay_start = step
+        return schedule.num_steps if self.decay_start is None else self.decay_start
 
 
 @in_turn
@@ -143,18 +159,15 @@ def train(
         here.
     :returns: the loss of each step.
     :raises ValueError: for a ``max_seconds`` that is not positive, if neither model nor guide has a
-        parameter, and for a minibatch with an
-        observation that is NaN.
+        parameter, and for a minibatch with an observation that is NaN.
     :raises RuntimeError: if ``max_nonfinite`` steps in a row, or all, have no finite loss.
     :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
     refuse_nonpositive(max_seconds=max_seconds)
     began = time.perf_counter()
     kwargs, schedule = {**kwargs, **(model_kwargs or {})}, schedule or Schedule()
-    shows_bar = progress and is_first()
+    shows_bar, shared = progress and is_first(), args
     with watching(shows_bar, callbacks), new_stage(name) as line, _compiled(loss, compile):
-        state = _State()
-        shared = args
         if batches is not None:
             args = (*shared, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, args, kwargs)
@@ -170,7 +183,7 @@ def train(
         evaluate: Callable[..., Tensor] = partial(loss.differentiable_loss, model, guide)
         if num_processes() > 1:
             evaluate = loss_of_processes(evaluate, loss, parameters, buffers)
-        device = next(iter(parameters.values())).device
+        device, state = next(iter(parameters.values())).device, _State()
         file = None if checkpoint is None else own_file(checkpoint, name)
         if file is not None and file.exists():
             load_checkpoint(file, state, parameters, optimisers, loss, buffers)
@@ -178,54 +191,35 @@ def train(
                 batches.restore(state.batches)
             if held_out is not None and state.held_out is not None:
                 held_out.restore(state.held_out)
-        first, last = len(state.losses), schedule.num_steps
-        latest_decay = last - round(last * schedule.decay)
         try:
-            with watch(name, last, first) as watched:
+            with watch(name, schedule.num_steps, len(state.losses)) as watched:
                 while not state.finished:
-                    step = len(state.losses)
-                    if state.decay_start is None and (
-                        step >= latest_decay or schedule.stands_still(state.losses)
-                    ):
-                        state.decay_start = step
-                    decay_start = last if state.decay_start is None else state.decay_start
-                    clock = 0.0
-                    if math.isfinite(max_seconds):
-                        elapsed = mean_over_processes(time.perf_counter() - began, device)
-                        clock = elapsed / max_seconds
+                    decay_start = state.begin_decay(schedule)
+                    clock = _share_of_time(began, max_seconds, device)
+                    rate = schedule.rate(len(state.losses), decay_start)
                     for group in optimiser.param_groups:
-                        group["lr"] = min(
-                            schedule.rate(step, decay_start), schedule.rate_by_clock(clock)
-                        )
+                        group["lr"] = min(rate, schedule.rate_by_clock(clock))
                     if batches is not None:
                         args = (*shared, *batches.next())
                     value = _step(evaluate, optimiser, schedule.clip_norm, args, kwargs)
                     state.losses.append(value)
-                    if (step + 1) % schedule.window == 0:
+                    steps = len(state.losses)
+                    if steps % schedule.window == 0:
                         _round_to_zero(optimisers.values())
-                    if batches is not None and math.isnan(state.losses[-1]):
+                    if batches is not None and math.isnan(value):
                         _refuse_missing_data(model, args, kwargs, batches)
                     watched.step(values=partial(dict, loss=value))
-                    stops = mean_over_processes(float(watched.stopped), device) > 0
+                    stops = any_process(watched.stopped, device)
                     is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
-                    by_steps = step + 1 >= decay_start + round(last * schedule.decay)
+                    by_steps = steps >= decay_start + _decay_steps(schedule)
                     state.finished = is_exact or by_steps or clock >= 1 or stops
-                    if is_enough is not None and not state.finished and schedule.is_look(step + 1):
-                        streams = random_streams()
-                        state.finished = is_enough()
-                        if not state.finished:  # the training is that without a look
-                            restore_random_streams(streams)
+                    if is_enough is not None and not state.finished and schedule.is_look(steps):
+                        state.finished = _looks_enough(is_enough)
                     _check_finite(state.losses, state.finished, max_nonfinite)
                     if held_out is not None:
-                        period = held_out.interval
-                        if period is None:
-                            period = 1 if batches is None else batches.epoch_length
-                        if state.finished or (step + 1) % period == 0:
-                            held_out.num_steps = step + 1
-                            state.finished |= held_out.judge(guide, parameters)
-                        if state.finished:
-                            held_out.take_best(parameters)
-                    if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+                        epoch = 1 if batches is None else batches.epoch_length
+                        _score(held_out, state, epoch, guide, parameters)
+                    if file is not None and (state.finished or steps % checkpoint_every == 0):
                         state.batches = None if batches is None else batches.state()
                         state.held_out = None if held_out is None else held_out.state()
                         save_checkpoint(file, state, parameters, optimisers, loss, buffers)
@@ -237,6 +231,34 @@ def train(
             optimiser.zero_grad()  # a later SVI would add to them
             line.outcome = f"{len(state.losses)} steps"
         return state.losses
+
+
+def _share_of_time(began: float, max_seconds: float, device: torch.device) -> float:
+    """Return the share of the time limit that is over, the same in all processes."""
+    if math.isinf(max_seconds):
+        return 0.0
+    return mean_over_processes(time.perf_counter() - began, device) / max_seconds
+
+
+def _score(
+    held_out: HeldOut, state: _State, epoch: int, guide: Callable[..., Any], parameters: Any
+) -> None:
+    """Score held-out rows after an epoch or interval; a training ends at the best parameters."""
+    steps = len(state.losses)
+    if state.finished or steps % (held_out.interval or epoch) == 0:
+        held_out.num_steps = steps
+        state.finished |= held_out.judge(guide, parameters)
+    if state.finished:
+        held_out.take_best(parameters)
+
+
+def _looks_enough(is_enough: Callable[[], bool]) -> bool:
+    """Ask whether a training may end; if not, it goes on as without the question."""
+    streams = random_streams()
+    found = is_enough()
+    if not found:
+        restore_random_streams(streams)
+    return found
 
 
 @torch.no_grad()

@@ -44,10 +44,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        path: str | Path | None = None,
-        settings: dict[str, Any] | None = None,
-        every: int = 1,
+        self, path: str | Path | None = None, settings: dict[str, Any] | None = None, every: int = 1
     ) -> None:
         self.path = None if path is None else Path(path)
         self.settings, self.every = settings, every
@@ -217,10 +214,7 @@ class WindowedChains(Chains):
     _is_extended: bool = False
 
     def attach(
-        self,
-        space: Space,
-        track: Tracks = _track_nothing,
-        has_quantities: bool = False,
+        self, space: Space, track: Tracks = _track_nothing, has_quantities: bool = False
     ) -> None:
         """Give the chains what a checkpoint does not store.
 

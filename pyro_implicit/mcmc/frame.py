@@ -252,10 +252,7 @@ def _factor(standard: Tensor, draws_per_dim: int) -> Tensor:
 
 @torch.no_grad()
 def widened_frame(
-    target: Target,
-    draws: Tensor,
-    stream: BatchStream,
-    policy: FramePolicy = DEFAULT.frame,
+    target: Target, draws: Tensor, stream: BatchStream, policy: FramePolicy = DEFAULT.frame
 ) -> WhiteningFrame:
     r"""Return the full frame of draws, widened in coordinates in which they are far too narrow.
 
@@ -280,11 +277,7 @@ def widened_frame(
 
 
 def _allowed_width(
-    target: Target,
-    draws: Tensor,
-    sd: Tensor,
-    stream: BatchStream,
-    policy: FramePolicy,
+    target: Target, draws: Tensor, sd: Tensor, stream: BatchStream, policy: FramePolicy
 ) -> Tensor:
     """Return the widths that the log-density allows; the sd itself if they are not far larger."""
     with seeded(0, draws.device):
@@ -329,10 +322,7 @@ def _drop(
 
 @torch.no_grad()
 def minibatch_frame(
-    target: Target,
-    sampler: Sampler,
-    stream: BatchStream,
-    policy: ChainPolicy = DEFAULT,
+    target: Target, sampler: Sampler, stream: BatchStream, policy: ChainPolicy = DEFAULT
 ) -> WhiteningFrame:
     r"""Return the frame of a guide's draws: full up to 100 dimensions, diagonal above.
 

@@ -297,7 +297,7 @@ def check_scaling(target: Target, stream: BatchStream, num_shares: int = 1) -> N
         warn_user(
             f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size:.4g} "
             f"make about {round(batches * size)}, so that the likelihood counts {share:.3g} times. "
-            "Cure: the number of all rows as the plate's size",
+            "Cure: the number of all rows as the plate's size"
         )
 
 

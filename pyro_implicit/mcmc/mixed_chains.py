@@ -73,7 +73,7 @@ def possible_points(space: MixedSpace, points: Tensor, policy: ChainPolicy) -> T
         return points
     some = points[is_lost]
     continuous, values = some[:, :split], some[:, split:]
-    given = window_gibbs.terms_given(space.target, continuous)
+    given = window_gibbs.terms_given(space.target.terms, continuous)
 
     def terms(values: Tensor) -> Tensor:
         return given(values).nan_to_num(nan=-limits.impossible, neginf=-limits.impossible)
@@ -218,8 +218,8 @@ class MixedChains(WindowedChains):
 
     def _num_sweeps(self, gradients: int) -> int:
         """Return the number of sweeps that take about as long as the gradients."""
-        share = self.policy.window.share * gradients / max(1, self._evaluations)
-        return min(max(1, round(share)), self.policy.window.most_sweeps)
+        number = round(gradients / max(1, self._evaluations))
+        return min(max(1, number), self.policy.window.most_sweeps)
 
     def _adapt_shift(self, acceptance: float) -> None:
         if self.phase == "sampling":
@@ -234,7 +234,7 @@ class MixedChains(WindowedChains):
     def _compare(self, log_density: Tensor, expected: Tensor, terms: Tensor) -> None:
         """Let each element move alone from now on, if classes depend on each other after all."""
         error = (log_density - expected).abs()
-        allowed = self.policy.window.rounding * math.sqrt(torch.finfo(error.dtype).eps)
+        allowed = math.sqrt(torch.finfo(error.dtype).eps)  # rounding, of terms of size 1
         if self.is_sequential or not (error > allowed * (1 + terms.abs().sum(-1))).any():
             return
         self.is_sequential, self.depends = True, None
@@ -291,7 +291,7 @@ class MixedChains(WindowedChains):
     def _terms(self, white: Tensor, values: Tensor) -> Tensor:
         """Return the terms at white coordinates with other values, ``(*batch, num_terms)``."""
         points = self.frame.to_points(white)[:, : self._split]
-        return window_gibbs.terms_given(self.mixed, points)(values)
+        return window_gibbs.terms_given(self.mixed.terms, points)(values)
 
 
 def _joined(part: ChainState, discrete: Tensor) -> ChainState:

@@ -198,7 +198,7 @@ def warn_of_folds(guide: AutoImplicit, noise: Tensor) -> None:
             f"the determinant of the generator's Jacobian has another sign at {count} of "
             f"{len(noise)} draws than at the rest: the generator is not injective there, and "
             "the draws around them are wrong. Cure: train the guide with a smaller learning "
-            "rate, a smaller core_dim or a narrower network",
+            "rate, a smaller core_dim or a narrower network"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pyro_implicit.ops.policy import MAX_ENTRIES
+
 __all__ = [
     "DEFAULT",
     "INVERSION",
@@ -55,7 +57,7 @@ class FramePolicy:
     #: because sixteen minibatches give curvatures only roughly.
     too_narrow: float = 10.0
 
-    #: Draws that estimate a scale of a guide or of the prior.
+    #: Draws that estimate a scale of a guide or of the prior, also for annealing.
     num_draws: int = 64
 
     #: Draws below which their covariance is not used.
@@ -156,9 +158,6 @@ class MAMSPolicy:
     #: Ratio of the first adjusted step size to the last unadjusted one; from there dual averaging.
     first_ratio: float = 0.5
 
-    #: Shrinkage of dual averaging, from a step size that is nearly right.
-    gamma: float = 0.2
-
 
 @dataclass(frozen=True)
 class SlicePolicy:
@@ -201,9 +200,6 @@ class WindowPolicy:
     #: best scale of a random walk, with two candidates (Roberts and Rosenthal, 2001).
     reach: float = 2.4
 
-    #: Share of the gradients of a transition of HMC that the evaluations of its sweeps may take.
-    share: float = 1.0
-
     #: Sweeps of a transition, at most.
     most_sweeps: int = 8
 
@@ -211,11 +207,7 @@ class WindowPolicy:
     num_probed: int = 4
 
     #: Numbers that are computed at once; a limit of memory.
-    max_values: int = 2 * 10**7
-
-    #: Error of a sum of terms, in units of the root of the dtype's resolution, above which the
-    #: terms depend on other elements than was found.
-    rounding: float = 1.0
+    max_values: int = MAX_ENTRIES
 
     #: Nats by which a term of density 0 counts while starts are made possible.
     impossible: float = 1e4
@@ -550,9 +542,6 @@ class TemperingPolicy:
 
     #: The same of later clouds.
     second_prior_share: float = 0.05
-
-    #: Draws of the prior from which this normal is estimated.
-    num_prior: int = 64
 
     #: Effective draws for each dimension that count as much as the present moments of a normal.
     known_per_dim: float = 4.0

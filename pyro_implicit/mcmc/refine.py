@@ -31,11 +31,7 @@ from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.mixed_tempering import temper_mixed, why_not_tempered
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.refined import (
-    Refined,
-    collect,
-    collect_annealed,
-)
+from pyro_implicit.mcmc.refined import Refined, collect, collect_annealed
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, space_of, start_chains
 from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
@@ -322,9 +318,7 @@ def _anneal_near(plan: ChainSetup, points: Tensor) -> Refined | None:
     modes = find_modes(target, starts=starts, max_seconds=plan.limit.left(settings.search_share))
     factor = max(1, settings.num_chains // plan.num_chains)
     more = replace(
-        plan,
-        num_chains=factor * plan.num_chains,
-        max_gradients=plan.max_gradients // factor,
+        plan, num_chains=factor * plan.num_chains, max_gradients=plan.max_gradients // factor
     )
     return _better_than(points, _anneal(more, modes), target, plan.policy)
 

@@ -352,7 +352,7 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
             f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
             "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
             "Cure: a better guide, more max_gradients, or leave out those chains of "
-            "get_samples(group_by_chain=True) whose draws are all the same",
+            "get_samples(group_by_chain=True) whose draws are all the same"
         )
     store = DrawStore()
     for snapshot in latents.unbind(1):
@@ -426,14 +426,14 @@ def collect_minibatches(
         warn_user(
             f"{chains.replaced_late} times a chain left the finite numbers after the warm-up, and "
             "went on from another: draws before that are suspect. Cure: a shorter step_size, or "
-            "float64",
+            "float64"
         )
     if chains.temperature is not None and chains.temperature > limits.max_temperature:
         warn_user(
             f"the velocities' temperature is {chains.temperature:.3g} and should be 1, so that "
             "draws are wrong: the chains began far from the posterior, or their steps of "
             f"{choice.step_size:.3g} in the frame are too long. Cure: a better guide and "
-            "more max_epochs, or a shorter step_size",
+            "more max_epochs, or a shorter step_size"
         )
     if choice.relaxations < 1 and chains.stopped != "interrupted":
         # Steps are too few to relax, so relaxation times grow as the steps do.
@@ -444,7 +444,7 @@ def collect_minibatches(
         warn_user(
             f"the chains forgot their start only {choice.relaxations:.2g} of a relaxation time "
             f"long: draws are still near those of the guide. Cure: more {more}, larger "
-            "minibatches, or a better guide",
+            "minibatches, or a better guide"
         )
     return Refined(
         **_common(target, chains, store),

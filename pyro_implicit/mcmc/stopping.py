@@ -19,16 +19,7 @@ from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.trees import leaves_by_path, leaves_of
 
-__all__ = [
-    "Drift",
-    "Quantities",
-    "Tracked",
-    "Tracker",
-    "drift",
-    "open_errors",
-    "pooled",
-    "tracked",
-]
+__all__ = ["Drift", "Quantities", "Tracked", "Tracker", "drift", "open_errors", "pooled", "tracked"]
 
 
 class Tracked(NamedTuple):
@@ -111,11 +102,7 @@ class Drift(NamedTuple):
         )
 
 
-def drift(
-    powers: Tensor,
-    group: Tensor,
-    policy: StoppingPolicy = DEFAULT.stopping,
-) -> Drift:
+def drift(powers: Tensor, group: Tensor, policy: StoppingPolicy = DEFAULT.stopping) -> Drift:
     r"""Compare the second half of a stretch with the first, chain by chain.
 
     Each chain gives the difference of its two means. The differences of chains are independent, so
@@ -284,10 +271,7 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        target: Target,
-        quantities: Quantities | None,
-        symmetries: Symmetries | None = None,
+        self, target: Target, quantities: Quantities | None, symmetries: Symmetries | None = None
     ) -> None:
         self._target, self._quantities = target, quantities
         self._symmetries = symmetries

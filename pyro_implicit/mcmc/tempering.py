@@ -32,15 +32,7 @@ from pyro_implicit.ops.ensemble_hmc import ChainState, chosen
 from pyro_implicit.ops.importance_weights import systematic
 from pyro_implicit.runtime.progress import new_stage, watch
 
-__all__ = [
-    "Annealed",
-    "Cloud",
-    "Evaluated",
-    "ModeWeights",
-    "anneal",
-    "join_clouds",
-    "temper",
-]
+__all__ = ["Annealed", "Cloud", "Evaluated", "ModeWeights", "anneal", "join_clouds", "temper"]
 
 
 Stopped = Literal["converged", "max_gradients", "max_seconds", "callback", "interrupted"]
@@ -491,12 +483,7 @@ def join_clouds(
     return joined, drift, stopped, num_gradients
 
 
-def temper(
-    space: Space,
-    modes: Modes,
-    track: Tracker,
-    plan: ChainSetup,
-) -> Annealed:
+def temper(space: Space, modes: Modes, track: Tracker, plan: ChainSetup) -> Annealed:
     """Draw from all modes by annealing.
 
     A first cloud starts from the normals of the search. Its particles, once settled, give each mode
@@ -512,7 +499,7 @@ def temper(
     cpu_began = time.process_time()
     began, policy, limits = time.perf_counter(), plan.policy, plan.policy.tempering
     number, dim = min(limits.num_particles, limits.per_chain * plan.num_chains), modes.loc.shape[-1]
-    wide = _wide(space.target.init_loc, space.target.sample_prior(limits.num_prior))
+    wide = _wide(space.target.init_loc, space.target.sample_prior(policy.frame.num_draws))
     log_mass = (0.5 * modes.elbo.softmax(0) + 0.5 / len(modes.loc)).log()
     normals = NormalMixture.of(log_mass, modes.loc, modes.scale_tril)
     reference = reference_of(normals, wide, limits.widening, limits.prior_share)

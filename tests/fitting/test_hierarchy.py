@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import distributed
 from pyro_implicit import diagnose, fit
 from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
-from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy, hierarchy
 from pyro_implicit.fitting.hierarchy import (
     _choose_rule,
     _climb_all,
@@ -232,6 +233,29 @@ def test_modes_far_below_the_best_are_dropped():
     stages = SimpleNamespace(policy=FitPolicy(), limit=TimeLimit(None))
     found = _climb_all(target, modes, stages)
     assert found.loc.shape == (1, 1) and found.loc.item() == pytest.approx(2.0, abs=0.01)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrupted, monkeypatch):
+    def refine_target(plan):
+        if not is_interrupted:
+            raise RuntimeError("no chains")
+        draws = plan.sampler.target.constrain(plan.sampler.draw(50))
+        known = {"stopped": "interrupted", "settled": False, "drift": None, "num_gradients": 9}
+        return SimpleNamespace(get_samples=lambda: draws, **known)
+
+    monkeypatch.setattr(hierarchy, "refine_target", refine_target)
+    policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))  # weights never suffice
+    options = {"amortize": "conditional", "seed": 0, "progress": False, "policy": policy}
+    expected = contextlib.nullcontext()
+    if not is_interrupted:
+        expected = pytest.warns(UserWarning, match="did not refine its draws: RuntimeError: no ch")
+    with expected:
+        result = fit(schools, batches=[(EFFECTS, ERRORS)], **options)
+    outcome = "interrupted after 9 gradients" if is_interrupted else "failed: RuntimeError"
+    assert result.stages[-1].outcome.startswith(outcome)
+    assert result.interrupted is is_interrupted
+    assert result.sample(5)["mean"].shape == (5,)
 
 
 @pytest.mark.parametrize("by_chains", [False, True])

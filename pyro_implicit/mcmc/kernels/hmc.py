@@ -63,7 +63,7 @@ class Averaging(NamedTuple):
     """
 
     centre: Any = 0.0
-    gamma: float = 0.05
+    gamma: float = DEFAULT.hmc.gamma
     steps: int = 0
     gradient: Any = 0.0
     value: Any = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,6 +123,8 @@ class MAMSTuning:
     averaging: Averaging | None = None
     num_steps: int | None = None
 
+    is_stiff: ClassVar[bool] = False  # each chain has its own step size in any case
+
     def settings(self, state: State) -> Settings:
         """Return the settings of the next transition."""
         found = self.walk.settings(state)
@@ -163,7 +165,7 @@ class MAMSTuning:
         return replace(
             self,
             walk=replace(walk, step_sizes=first),
-            averaging=Averaging(first.log(), self.policy.gamma, average=first.log()),
+            averaging=Averaging(first.log(), average=first.log()),
         )
 
     def frozen(self) -> MAMSTuning:
@@ -177,11 +179,6 @@ class MAMSTuning:
     def max_gradients(self) -> int:
         """The most gradients of a transition."""
         return 2 * self.max_steps
-
-    @property
-    def is_stiff(self) -> bool:
-        """Whether chains have several step sizes because trajectories fail: never."""
-        return False
 
     @property
     def step_size(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,6 +239,8 @@ class MCLMCTuning:
     scale: Tensor | float = 1.0
     window: int = DEFAULT.mclmc.first_scale_window
 
+    is_stiff: ClassVar[bool] = False  # each chain has its own step size in any case
+
     def settings(self, state: State) -> Settings:
         """Return the settings of the next transition."""
         sizes, lengths = self.step_sizes, self.lengths
@@ -314,11 +316,6 @@ class MCLMCTuning:
     def max_gradients(self) -> int:
         """The gradients of a transition."""
         return 2 * self.policy.num_steps
-
-    @property
-    def is_stiff(self) -> bool:
-        """Whether chains have several step sizes because trajectories fail: never."""
-        return False
 
     @property
     def step_size(self) -> float:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +112,9 @@ class SliceTuning:
     policy: SlicePolicy = field(default_factory=SlicePolicy)
     num_directions: int = DEFAULT.slice.num_directions
 
+    is_stiff: ClassVar[bool] = False  # there are no trajectories that could fail
+    is_at_limit: ClassVar[bool] = False  # longer transitions would only be rarer
+
     def settings(self, state: ChainState) -> Settings:
         """Return the settings of the next transition."""
         return Settings(self.policy.width, self.num_directions, self.policy.max_shrinks)
@@ -135,16 +138,6 @@ class SliceTuning:
     def max_gradients(self) -> int:
         """The evaluations of a transition, about."""
         return self.num_directions * self.policy.usual_shrinks
-
-    @property
-    def is_at_limit(self) -> bool:
-        """Whether longer transitions would help: they would only be rarer."""
-        return False
-
-    @property
-    def is_stiff(self) -> bool:
-        """Whether chains have several step sizes because trajectories fail: never."""
-        return False
 
     @property
     def step_size(self) -> float:

@@ -23,7 +23,7 @@ indices. Proposals by gradients gave no more effective draws per CPU second in a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,27 +32,10 @@ from pyro_implicit.density.discrete import Elements
 from pyro_implicit.mcmc.policy import WindowPolicy
 from pyro_implicit.ops.discrete_moves import choose_other, classes_of, windows
 
-__all__ = [
-    "HasTerms",
-    "MoveClass",
-    "State",
-    "dependence",
-    "move_classes",
-    "reach_of",
-    "step",
-    "terms_given",
-]
+__all__ = ["MoveClass", "State", "dependence", "move_classes", "reach_of", "step", "terms_given"]
 
 #: From discrete values ``(*batch, num_chains, num_elements)`` to terms.
 Terms = Callable[[Tensor], Tensor]
-
-
-class HasTerms(Protocol):
-    """A log-density that is a sum of terms."""
-
-    def terms(self, latent: Tensor, /) -> Tensor:
-        """Return the terms at points ``(num_points, d)``, ``(num_points, num_terms)``."""
-        ...
 
 
 class MoveClass(NamedTuple):
@@ -75,16 +58,17 @@ class State(NamedTuple):
     terms: Tensor
 
 
-def terms_given(density: HasTerms, continuous: Tensor) -> Terms:
+def terms_given(terms_at: Callable[[Tensor], Tensor], continuous: Tensor) -> Terms:
     """Return the terms at points with these continuous coordinates, as a function of the others.
 
-    :param density: a target or a space with discrete coordinates, the last of its points.
+    :param terms_at: the terms ``(num_points, num_terms)`` at points ``(num_points, d)``, whose last
+        coordinates are discrete.
     :param continuous: ``(num_chains, num_continuous)``.
     """
 
     def terms(values: Tensor) -> Tensor:
         rows = torch.cat([continuous.expand(*values.shape[:-1], -1), values], -1)
-        return density.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
+        return terms_at(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
 
     return terms
 

@@ -207,7 +207,7 @@ def finite_starts(
     if lost:
         warn_user(
             f"the model's log-density is not finite at {lost} of {len(points)} {sampler.source}: "
-            "these chains start from others of the draws",
+            "these chains start from others of the draws"
         )
         good = finite.nonzero().squeeze(-1)
         points = points.clone()

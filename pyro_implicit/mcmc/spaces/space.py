@@ -129,6 +129,19 @@ class Space:
         return None
 
 
+def _traced_value(
+    function: Callable[[Tensor], Tensor], num_calls: float, compile: CompileMode
+) -> Callable[[Tensor], Tensor]:
+    """Record a function of points that needs no gradient."""
+
+    @torch.no_grad()
+    def score(points: Tensor) -> tuple[Tensor, Tensor]:
+        return function(points), points[:, :0]  # a recording has a value and a gradient
+
+    traced = TracedScore(score, num_calls, compile)
+    return lambda points: traced(points)[0]
+
+
 class MixedSpace(Space):
     """Latents of which the last coordinates are discrete, with the terms of their log-density.
 
@@ -143,25 +156,16 @@ class MixedSpace(Space):
         super().__init__(target, num_calls, compile)
         assert target.elements is not None
         self.elements = target.elements
-        # A recording has a value and a gradient.
-        self._traced_terms = TracedScore(self._plain_terms, num_calls, compile)
-        self._traced_log_prob = TracedScore(self._plain_log_prob, num_calls, compile)
+        self._traced_terms = _traced_value(target.terms, num_calls, compile)
+        self._traced_log_prob = _traced_value(target.log_prob, num_calls, compile)
 
     def terms(self, points: Tensor) -> Tensor:
         """Return the terms of the log-density, ``(num_points, num_terms)``."""
-        return self._traced_terms(points)[0]
+        return self._traced_terms(points)
 
     def log_prob(self, points: Tensor) -> Tensor:
         """Return the log-density without its gradient, ``(num_points,)``."""
-        return self._traced_log_prob(points)[0]
-
-    @torch.no_grad()
-    def _plain_terms(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self.target.terms(points), points[:, :0]
-
-    @torch.no_grad()
-    def _plain_log_prob(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self.target.log_prob(points), points[:, :0]
+        return self._traced_log_prob(points)
 
 
 class GuideNoise(Space):
@@ -460,7 +464,7 @@ class ConditionalNoise(Space):
         self._again = partial(
             ConditionalNoise, target, num_calls=num_calls, compile=compile, policy=policy
         )
-        self._trace = partial(TracedScore, num_calls=num_calls, compile=compile)
+        self._recording: dict[str, Any] = {"num_calls": num_calls, "compile": compile}
         self._policy = policy
         self._others: list[NoiseMap] = []
         sites = dependent_sites(target, middle)
@@ -477,20 +481,16 @@ class ConditionalNoise(Space):
         if not (coupled and self._scale(coupled, policy)):
             self._scale([], policy)
         self._maps = [self._map, *self._others]
+        self._set_map(self._map)
         if fitted is not None:
             self._use(fitted)
-        self.reparams = self._map.reparams
-        self._traced_latent = self._trace(self._latent_alone)
 
     def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         return self._map.score(points)
 
-    def _latent_alone(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self._map.to_latent(points), points[:, :0]  # a recording has a value and a gradient
-
     def to_latent(self, points: Tensor) -> Tensor:
         """Map noise to latents, ``(num_chains, latent_dim)``."""
-        return self._traced_latent(points)[0]
+        return self._traced_latent(points)
 
     def to_points(self, latent: Tensor) -> Tensor:
         """Map latents to noise, ``(num_chains, latent_dim)``."""
@@ -536,13 +536,16 @@ class ConditionalNoise(Space):
             return None
         space = copy.copy(self)
         space._use(fitted)
-        space._traced = self._trace(space.plain_score)
-        space._traced_latent = self._trace(space._latent_alone)
+        space._traced = TracedScore(space.plain_score, **self._recording)
         return space
 
     def _use(self, fitted: Fitted) -> None:
-        self.fitted, self._map = fitted, self._maps[fitted.choice].changed(fitted.laws)
-        self.reparams = self._map.reparams
+        self.fitted = fitted
+        self._set_map(self._maps[fitted.choice].changed(fitted.laws))
+
+    def _set_map(self, noise_map: NoiseMap) -> None:
+        self._map, self.reparams = noise_map, noise_map.reparams
+        self._traced_latent = _traced_value(noise_map.to_latent, **self._recording)
 
     def _scale(self, coupled: list[str], policy: SpacePolicy) -> bool:
         """Map scaled latents, and coupled sites in non-centred form, if this makes them rounder."""
