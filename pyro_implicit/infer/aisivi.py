@@ -181,8 +181,8 @@ class AISIVI_ELBO(NetworkELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse noise that is not standard normal, and rows that depend on each other."""
-        check_standard_normal(site.name, site.distribution.noise_distribution, "AISIVI")
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_standard_normal(site, "AISIVI")
+        check_generator(site)
 
     @property
     def effective_sizes(self) -> dict[str, float]:

@@ -154,10 +154,9 @@ class HierarchicalELBO(ImplicitELBO):
         if not isinstance(site.distribution, SemiImplicit):
             check_square(site, self.method)
             return
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_generator(site)
         if self.proposal == "linearized":
-            method = 'proposal="linearized" (unlike "prior")'
-            check_standard_normal(site.name, site.distribution.noise_distribution, method)
+            check_standard_normal(site, 'proposal="linearized" (unlike "prior")')
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of each particle and plate element, or the bound on it."""

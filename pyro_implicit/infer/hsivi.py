@@ -164,7 +164,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         generator: Any = site.distribution.generator
         if not isinstance(generator, LayeredGenerator):
             return
-        check_standard_normal(site.name, site.distribution.noise_distribution, "HSIVI")
+        check_standard_normal(site, "HSIVI")
         if self.num_particles < len(generator.layers):
             raise ValueError(
                 f"site '{site.name}' has {len(generator.layers)} layers, but HSIVI_ELBO has "

@@ -131,7 +131,7 @@ class KPG_ELBO(NetworkELBO):
         """Refuse a site whose particles differ in distribution, or unknown densities of noise."""
         check_same_distribution(site, type(self).__name__, "SIVI_ELBO")
         if self.num_samples:
-            check_standard_normal(site.name, site.distribution.noise_distribution, "KPG-IS")
+            check_standard_normal(site, "KPG-IS")
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws that the model sees; their gradient goes to the draws that move."""

@@ -16,7 +16,6 @@ from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     check_generator,
     check_standard_normal,
-    flatten_site,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -136,8 +135,8 @@ class LIVI_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse noise that is not standard normal, and rows that depend on each other."""
-        check_standard_normal(site.name, site.distribution.noise_distribution, "LIVI")
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_standard_normal(site, "LIVI")
+        check_generator(site)
 
     @property
     def residuals(self) -> dict[str, float]:

@@ -227,7 +227,7 @@ class _MixtureELBO(ImplicitELBO):
         return Draw(noise, value + q.scale * torch.randn_like(value), None)
 
     def check_site(self, site: ImplicitSite) -> None:
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_generator(site)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         flat = flatten_site(site, self.num_particles)

@@ -79,7 +79,7 @@ class SIVI_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse a generator whose rows depend on each other."""
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_generator(site)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of the mixture, for value and entropy gradient."""

@@ -108,8 +108,8 @@ class UIVI_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse noise that is not standard normal, and rows that depend on each other."""
-        check_standard_normal(site.name, site.distribution.noise_distribution, "UIVI")
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_standard_normal(site, "UIVI")
+        check_generator(site)
 
     @property
     def acceptance(self) -> dict[str, float]:

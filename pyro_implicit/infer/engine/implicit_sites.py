@@ -219,18 +219,17 @@ def mixture_log_q(
 
 
 @torch.no_grad()
-def check_generator(name: str, flat: FlatSite) -> None:
+def check_generator(site: ImplicitSite) -> None:
     """Refuse a generator whose values depend on more than their own noise.
 
-    :param name: the name of the site.
     :raises ValueError: naming site and cure.
     """
-    noise = flat.noise
+    q, noise = site.distribution, site.noise
     others = (-noise).contiguous()
     others.view(-1, noise.shape[-1])[0] = noise.reshape(-1, noise.shape[-1])[0]
-    values, again, among_others = (flat.generate(z) for z in (noise, noise, others))
-    size = flat.value.shape[-1]
-    first, first_among_others = (v.reshape(-1, size)[0] for v in (values, among_others))
+    values, again, among_others = (q.generate(z) for z in (noise, noise, others))
+    shape = (-1, *q.event_shape)
+    first, first_among_others = (v.reshape(shape)[0] for v in (values, among_others))
     tolerance = ELBOS.row_tolerance * (1 + values.abs().max())
     if (values - again).abs().max() > tolerance:
         cause = "draws randomness of its own (dropout?)"
@@ -239,22 +238,22 @@ def check_generator(name: str, flat: FlatSite) -> None:
     else:
         return
     raise ValueError(
-        f"the generator of site '{name}' {cause}, but the density needs each value to be a "
+        f"the generator of site '{site.name}' {cause}, but the density needs each value to be a "
         "function of its own noise alone. Cure: call generator.eval(), or take the layer out"
     )
 
 
-def check_standard_normal(name: str, noise_distribution: Any, method: str) -> None:
+def check_standard_normal(site: ImplicitSite, method: str) -> None:
     """Refuse noise that is not standard normal.
 
-    :param name: the name of the site.
     :param method: the method that needs it, for the message.
     :raises ValueError: naming site and cure.
     """
+    noise_distribution = site.distribution.noise_distribution
     base = getattr(noise_distribution, "base_dist", None)
     if not isinstance(base, dist.Normal) or (base.loc != 0).any() or (base.scale != 1).any():
         raise ValueError(
-            f"{method} needs standard normal noise, but the noise of site '{name}' is "
+            f"{method} needs standard normal noise, but the noise of site '{site.name}' is "
             f"{noise_distribution}. Cure: give the noise's size, "
             f"noise={noise_distribution.event_shape[-1]}, and let the generator scale it"
         )
@@ -329,16 +328,8 @@ def check_square(site: ImplicitSite, method: str) -> None:
             "AutoImplicit(model, lambda dim: ResidualGenerator(dim, core_dim=50)), or another "
             f"invertible generator with noise_dim={size}"
         )
-    check_standard_normal(site.name, q.noise_distribution, method)
-    value = site.value.reshape(site.noise.shape)
-
-    def generate(noise: Tensor) -> Tensor:
-        return q.generate(noise).reshape(noise.shape)
-
-    flat = FlatSite(
-        value, torch.zeros_like(value), site.noise, generate, False, site.distribution.linearise
-    )
-    check_generator(site.name, flat)
+    check_standard_normal(site, method)
+    check_generator(site)
 
 
 def site_draws(
