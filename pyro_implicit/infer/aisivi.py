@@ -19,6 +19,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_generator,
     check_standard_normal,
     flatten_site,
+    path_of_score,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
@@ -211,8 +212,7 @@ class AISIVI_ELBO(NetworkELBO):
             log_q = log_mean_exp(terms)
             weights = _second_transition(terms).softmax(0)
             score = (weights.unsqueeze(-1) * (centers - flat.value)).sum(0) / scale.square()
-        path = (score * (flat.value - flat.value.detach())).sum(-1)
-        return ScoreParts(log_q + path, 0, log_q + path)
+        return path_of_score(log_q, flat, score)
 
     def _train(self, site: ImplicitSite, network: Any, noise: Tensor, given: Tensor) -> None:
         for step in range(self.proposal_steps):

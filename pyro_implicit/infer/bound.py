@@ -29,6 +29,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_standard_normal,
     exact_density,
     flatten_site,
+    mixture_score,
     split_elements,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -194,7 +195,7 @@ class HierarchicalELBO(ImplicitELBO):
         return total - math.log(self.num_mixing + 1)
 
     def bound_and_score(self, site: ImplicitSite) -> tuple[Tensor, Tensor]:
-        r"""The bound on log q of a semi-implicit site, and an unbiased estimate of the score
+        r"""Return the bound on log q of a semi-implicit site, and an unbiased estimate of the score
         :math:`\nabla_\theta \log q(\theta)` of the shape of ``site.value``, constants.
 
         The score is a mean over noises that are weighted by :math:`q(z \mid \theta) / \tau`. With
@@ -202,21 +203,18 @@ class HierarchicalELBO(ImplicitELBO):
         is right in expectation, however few they are.
         """
         flat = flatten_site(site, self.num_particles)
-        noises, log_weights = self._noises(site, flat)
-        generate = torch.no_grad()(flat.generate)
-        with torch.enable_grad():
-            value = flat.value.detach().requires_grad_()
-            scale = flat.scale.detach()
-            log_q = mixture_log_density(value, generate, scale, noises, log_weights)
-            (score,) = torch.autograd.grad(log_q.sum(), value)
-        return log_q.detach(), score.reshape(site.value.shape)
+        log_q, score = mixture_score(flat, *self._noises(site, flat))
+        return log_q, score.reshape(site.value.shape)
 
     @torch.no_grad()
     def _noises(
         self, site: ImplicitSite, flat: FlatSite
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        propose = self._linearized if self.proposal == "linearized" else self._prior
-        return propose(site, flat)
+        if self.proposal == "linearized":
+            return self._linearized(site, flat)
+        distribution = site.distribution.noise_distribution
+        fresh = distribution.sample(torch.Size((self.num_mixing,)))
+        return [flat.noise.unsqueeze(0), fresh], None
 
     def _injective(self, site: ImplicitSite) -> Tensor:
         """Return the exact density; refuse a generator that folds."""
@@ -228,11 +226,6 @@ class HierarchicalELBO(ImplicitELBO):
                 "Cure: train with a smaller learning rate, or use AutoSemiImplicit"
             )
         return log_q
-
-    def _prior(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], None]:
-        distribution = site.distribution.noise_distribution
-        fresh = distribution.sample(torch.Size((self.num_mixing,)))
-        return [flat.noise.unsqueeze(0), fresh], None
 
     def _linearized(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:
         def around(noise: Tensor) -> tuple[Tensor, Tensor]:

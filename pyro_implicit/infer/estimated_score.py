@@ -14,7 +14,6 @@ from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     choose_covariance,
     explained_factor,
-    pool_particles,
     site_draws,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -116,8 +115,6 @@ class ScoreELBO(ImplicitELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return means over all draws of the site, the same for each particle."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
-        draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
-        draws = pool_particles(draws, site, self.num_particles)
         covariance = self.covariance
         if covariance is not None:
             covariance = choose_covariance(covariance, site, *draws.shape[-2:])

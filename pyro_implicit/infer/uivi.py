@@ -17,6 +17,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_standard_normal,
     flatten_site,
     mixture_log_q,
+    path_of_score,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -129,8 +130,7 @@ class UIVI_ELBO(ImplicitELBO):
             if not is_trained:  # an evaluation needs no path, and the chains adapt their step size
                 return ScoreParts(log_q, 0, log_q)
             score = self._score(site.name, flat)
-        path = (score * (flat.value - flat.value.detach())).sum(-1)
-        return ScoreParts(log_q + path, 0, log_q + path)
+        return path_of_score(log_q, flat, score)
 
     def _score(self, name: str, flat: FlatSite) -> Tensor:
 

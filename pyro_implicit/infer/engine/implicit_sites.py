@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
@@ -37,11 +38,12 @@ __all__ = [
     "flatten_site",
     "mixing_noise",
     "mixture_log_q",
+    "mixture_score",
     "moments_log_q",
     "particles_first",
     "particles_inside",
+    "path_of_score",
     "path_term",
-    "pool_particles",
     "second_batch",
     "send_gradient",
     "send_gradients",
@@ -218,6 +220,32 @@ def mixture_log_q(
     return mixture_log_density(flat.value, flat.generate, flat.scale, noises, chunk_size=chunk_size)
 
 
+def mixture_score(
+    flat: FlatSite, noises: list[Tensor], log_weights: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-density of a mixture of conditionals, and its score at the draws, constants.
+
+    The parameters are those of :func:`~pyro_implicit.ops.semi_implicit.mixture_log_density`.
+    """
+    generate = torch.no_grad()(flat.generate)
+    with torch.enable_grad():
+        value = flat.value.detach().requires_grad_()
+        scale = flat.scale.detach()
+        log_q = mixture_log_density(value, generate, scale, noises, log_weights)
+        (score,) = torch.autograd.grad(log_q.sum(), value)
+    return log_q.detach(), score
+
+
+def path_of_score(log_q: Tensor, flat: FlatSite, score: Tensor) -> ScoreParts:
+    """Return score parts with the value of log q and the gradient of the score along the draws.
+
+    :param log_q: a constant, ``batch_shape``.
+    :param score: an estimate of the score of q at ``flat.value``, of its shape.
+    """
+    path = (score * (flat.value - flat.value.detach())).sum(-1)
+    return ScoreParts(log_q + path, 0, log_q + path)
+
+
 @torch.no_grad()
 def check_generator(site: ImplicitSite) -> None:
     """Refuse a generator whose values depend on more than their own noise.
@@ -333,39 +361,36 @@ def check_square(site: ImplicitSite, method: str) -> None:
 
 
 def site_draws(
-    site: ImplicitSite, num_particles: int, num_draws: int, fresh: bool = False
+    site: ImplicitSite,
+    num_particles: int,
+    num_draws: int,
+    to_vectors: Callable[[Tensor], Tensor] | None = None,
+    fresh: bool = False,
 ) -> Tensor:
-    """Return at least ``num_draws`` values of a site's implicit distribution, its own values first.
-
-    If all particles have the same distribution, the draws of all particles count. If the context or
-    scale depends on other latent variables, each particle gets ``num_draws`` of its own.
+    """Return at least ``num_draws`` draws of a site's implicit distribution, its own draws first.
 
     :param num_particles: the site's number of particles.
+    :param to_vectors: from values ``(n, *batch_shape, *event_shape)`` to ``(n, *batch, m)``; by
+        default, the values are flattened.
     :param fresh: whether new draws replace the site's own.
-    :returns: ``(n, *batch_shape, *event_shape)``; see :func:`pool_particles`.
-    """
-    q = site.distribution
-    num_rounds = num_draws
-    if num_particles > 1 and not differs_by_particle(q):
-        num_rounds = -(-num_draws // num_particles)
-    if fresh:
-        return q.rsample(torch.Size((num_rounds,)))
-    draws = site.value.unsqueeze(0)
-    if num_rounds > 1:
-        more = q.rsample(torch.Size((num_rounds - 1,)))
-        draws = torch.cat([draws, more])
-    return draws
-
-
-def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Tensor:
-    """Arrange draws ``(n, *batch, m)`` as sets of samples.
-
-    :returns: ``(*plates, num_particles * n, m)``, or ``(num_particles, *plates, n, m)`` if each
+    :returns: the draws of all particles together, ``(*plates, n, m)``; or ``(num_particles,
+        *plates, n, m)`` if the context or scale depends on other latent variables, so that each
         particle has its own distribution.
     """
-    if num_particles > 1 and not differs_by_particle(site.distribution):
-        draws = draws.flatten(0, 1)
-    return draws.movedim(0, -2)
+    q = site.distribution
+    is_pooled = num_particles > 1 and not differs_by_particle(q)
+    num_rounds = -(-num_draws // num_particles) if is_pooled else num_draws
+    if fresh:
+        draws = q.rsample(torch.Size((num_rounds,)))
+    else:
+        draws = site.value.unsqueeze(0)
+        if num_rounds > 1:
+            draws = torch.cat([draws, q.rsample(torch.Size((num_rounds - 1,)))])
+    if to_vectors is None:
+        draws = draws.reshape(draws.shape[:1] + q.batch_shape + (-1,))
+    else:
+        draws = to_vectors(draws)
+    return (draws.flatten(0, 1) if is_pooled else draws).movedim(0, -2)
 
 
 def choose_covariance(

@@ -105,10 +105,12 @@ class SitePrior:
         return torch.stack([self._draw(num, values) for values in particles])
 
     def unconstrain(self, values: Tensor) -> Tensor:
-        """Transform the site's values ``(*batch, *event_shape)`` to unconstrained space.
+        """Map values of the site's implicit distribution to unconstrained space.
 
+        :param values: ``(*batch, *event_shape)``.
         :returns: ``(*batch, m)``.
         """
+        values = self.site.push(values)
         event_ndim = self.site.draw.dim() - len(self.site.batch_shape)
         batch = values.shape[: values.dim() - event_ndim]
         if self.site.latents == (self.site.name,):
