@@ -172,7 +172,7 @@ class ImplicitELBO(StepELBO):
         raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
 
     def _begin_step(self) -> None:
-        super()._begin_step()
+        self.num_steps_taken += 1
         if self.num_steps_taken % ELBOS.fold_steps == 0:
             warn_of_folds(self)
 

@@ -147,14 +147,6 @@ def _reference(target: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: target
 
 
-def _latents(trace: Trace) -> frozenset[str]:
-    found = []
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not site["is_observed"]:
-            found.append(name)
-    return frozenset(found)
-
-
 class StepELBO(Trace_ELBO):
     """A ``Trace_ELBO`` whose traces a subclass makes, with a memory of its model and guide.
 
@@ -258,13 +250,13 @@ class StepELBO(Trace_ELBO):
         traces: tuple[Trace, Trace],
     ) -> None:
         """Check latent variables that differ from those of all steps before, by a first run."""
-        latents, drawn = map(_latents, traces)
+        latents = frozenset(traces[0].stochastic_nodes), frozenset(traces[1].stochastic_nodes)
         known = self.state.structures
-        if (latents, drawn) not in known:
+        if latents not in known:
             if known:
                 with same_streams():
                     first_run(model, guide, args, kwargs, self.max_plate_nesting)
-            known.add((latents, drawn))
+            known.add(latents)
 
     def _forget(self, guide: Callable) -> None:
         assert self._pair is not None
@@ -351,7 +343,7 @@ class StepELBO(Trace_ELBO):
         return math.nan
 
     def _begin_step(self) -> None:
-        self.num_steps_taken += 1
+        """Count a training step."""
 
     def total(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
