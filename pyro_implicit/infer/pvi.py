@@ -212,7 +212,7 @@ class _ParticleMixture(AutoSemiImplicit):
         shape = self.num_particles, self.noise_dim
         self.particles = PyroParam(torch.randn_like(scale.new_empty(shape)))
 
-    def _noise(self) -> TorchDistribution:
+    def get_base_dist(self) -> TorchDistribution:
         return _Particles(self.particles)
 
 
