@@ -15,7 +15,6 @@ from pyro_implicit.distributions import Draw, Implicit
 from pyro_implicit.generators import Generator
 from pyro_implicit.infer.engine.folds import note_orientation
 from pyro_implicit.infer.engine.implicit_sites import (
-    ExactDensity,
     ImplicitSite,
     check_same_distribution,
     check_square,
@@ -196,10 +195,10 @@ class GPVI_ELBO(NetworkELBO):
         """Return log q, exact, and the kernel's entropy gradient at the second batch."""
         batches = self.state.step.get(("batches", site.name))
         if batches is None:
-            log_q = exact_density(site).log_q
+            log_q = exact_density(site)[0]
             return ScoreParts(log_q, 0, log_q)
         second = batches.second
-        repelled, (log_q, signs) = self._repulsion(site, batches)
+        repelled, log_q, signs = self._repulsion(site, batches)
         note_orientation(self, site.name, signs)
         repelled = repelled.reshape(second.value.shape)
         score = -second.gradient_at_draw(repelled) / self.num_particles
@@ -209,19 +208,19 @@ class GPVI_ELBO(NetworkELBO):
         return ScoreParts(log_q, 0, path_term(site, score, batches.second_draw))
 
     @torch.no_grad()
-    def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, ExactDensity]:
-        """Return sums over the model's batch, ``(num_particles, *plates, m)``, and its density."""
+    def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums over the model's batch, ``(num_particles, *plates, m)``; its density."""
         source, target = particles_inside(site.noise), particles_inside(batches.second.noise)
         if self.jacobian == "helper":
             repelled = self._learned_repulsion(site, batches, source, target)
-            return repelled, exact_density(site)
+            return repelled, *exact_density(site)
         # The sums and the density share one Jacobian.
         inverse = site_linearisation(site).inverse_transposed()
         signs, log_det = inverse.slogdet()
         log_q = site.distribution.noise_distribution.log_prob(site.noise) + log_det
         inverse = inverse._replace(rows=inverse.rows.movedim(0, -3))
         repelled = particles_first(repulsion(batches.slopes, source, target, inverse))
-        return repelled, ExactDensity(log_q, signs)
+        return repelled, log_q, signs
 
     @torch.enable_grad()
     def _learned_repulsion(

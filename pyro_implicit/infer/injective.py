@@ -236,7 +236,7 @@ class InjectiveELBO(ImplicitELBO):
         if not self._takes_path():
             log_q, signs = exact_density(site)
             return ScoreParts(log_q, 0, self._unfolding(site, log_q, signs)[1])
-        (log_q, signs), score = exact_score(site)
+        log_q, signs, score = exact_score(site)
         is_reversed, plain = self._unfolding(site, log_q, signs)
         # A path is that of a site, which may consist of several draws of the generator.
         batch_ndim = len(site.batch_shape)

@@ -137,7 +137,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             return ScoreParts(log_q, 0, log_q)
         draw = paths[site.name]
         if not isinstance(site.distribution, SemiImplicit):
-            (log_q, signs), score = exact_score(site)
+            log_q, signs, score = exact_score(site)
             note_orientation(self, site.name, signs)
         else:
             log_q, score = self.bound_and_score(site)

@@ -22,7 +22,6 @@ from pyro_implicit.ops.semi_implicit import mixture_log_density
 
 __all__ = [
     "PARTICLE_PLATE",
-    "ExactDensity",
     "FlatSite",
     "ImplicitSite",
     "ParticleWeights",
@@ -292,31 +291,23 @@ def site_linearisation(site: ImplicitSite) -> Linearisation:
     return site.linearisation or site.distribution.linearise(site.noise)
 
 
-class ExactDensity(NamedTuple):
-    """The log-density of draws of an injective generator, and the signs of the determinants of its
-    Jacobian there, ``(num_particles, *plates)`` each."""
-
-    log_q: Tensor
-    signs: Tensor
-
-
-def exact_density(site: ImplicitSite) -> ExactDensity:
+def exact_density(site: ImplicitSite) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f,
-    and the signs of the determinants."""
+    and the signs of the determinants, ``(num_particles, *plates)`` each."""
     signs, log_det = site_linearisation(site).slogdet()
     log_q = site.distribution.noise_distribution.log_prob(site.noise) - log_det
-    return ExactDensity(log_q, signs.detach())
+    return log_q, signs.detach()
 
 
-def exact_score(site: ImplicitSite) -> tuple[ExactDensity, Tensor]:
-    r"""Return the density, as :func:`exact_density`, and its score at the draw.
+def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Return density and signs, as :func:`exact_density`, and the score at the draw.
 
     :param site: a site drawn with ``linearise=True, noise_gradient=True``.
     """
-    density = exact_density(site)
-    (slope,) = torch.autograd.grad(density.log_q.sum(), site.noise, retain_graph=True)
+    log_q, signs = exact_density(site)
+    (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
     score = site_linearisation(site).solve_transposed(slope).reshape(site.value.shape)
-    return density, site.score_at_draw(score)
+    return log_q, signs, site.score_at_draw(score)
 
 
 def check_same_distribution(site: ImplicitSite, method: str, others: str) -> None:

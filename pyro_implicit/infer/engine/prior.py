@@ -93,12 +93,16 @@ class SitePrior:
             depends on latent variables of other sites.
         :raises ValueError: for a prior that cannot be sampled, naming the site and the cure.
         """
-        self._find_parents()
+        self._is_whole()  # raises for sites that the model lacks
+        if self.memory.depends is None:
+            self._draws.find_parents()
         self._refuse_flat()
         values = self.particles.particle(0)
         if not self.memory.depends:
-            draws = {name: self._sample_fn(name, num, values) for name in self.site.latents}
-            return self._lay_out(draws)
+            draws = {name: self._fn(name).sample((num,)) for name in self.site.latents}
+            return self._lay_out(
+                {name: draw.reshape((num,) + values[name].shape) for name, draw in draws.items()}
+            )
         if not self.memory.on_others or self.particles.num_particles == 1:
             return self._draw(num, values)
         particles = [self.particles.particle(k) for k in range(self.particles.num_particles)]
@@ -142,12 +146,6 @@ class SitePrior:
                 self._alone = self._draws.up_to_latents(self.particles.particle(0))
         return self._alone.nodes[name]["fn"]
 
-    def _find_parents(self) -> None:
-        self._is_whole()  # raises for sites that the model lacks
-        if self.memory.depends is None:
-            with torch.no_grad():
-                self._draws.find_parents()
-
     def _is_whole(self) -> bool:
         """Tell whether one draw has the latent variables of whole plates, as in an autoguide."""
         for name in self.site.latents:
@@ -180,10 +178,6 @@ class SitePrior:
                 f"the model cannot run at draws of the prior of {latents}: {error}. Cure: a prior "
                 'without such draws, or contrast="adaptive", which needs none'
             ) from error
-
-    def _sample_fn(self, name: str, num: int, values: dict[str, Tensor]) -> Tensor:
-        draw = self._fn(name).sample((num,))
-        return draw.reshape((num,) + values[name].shape)
 
     def _lay_out(self, draws: dict[str, Tensor]) -> Tensor:
         """Arrange constrained draws ``(num, *site_shape)`` as points ``(*plates, num, m)``."""
