@@ -46,6 +46,7 @@ from pyro_implicit.guides.posterior_draws import (
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import in_turn, same_streams
 from pyro_implicit.runtime.messages import first_line
@@ -148,7 +149,7 @@ def compare(
     chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
     if chains is not None:
         reference_draws = {name: value.flatten(0, 1) for name, value in chains.items()}
-    num_reference = _count(reference_draws, "reference", at_least=REFERENCE.least_draws)
+    num_reference = _count(reference_draws, "reference", at_least=CHAINS.least_kept)
     if not _has_draws(guide):
         number = num_samples or num_reference
         guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
@@ -280,8 +281,7 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
     if isinstance(source, Mapping):
         common = [name for name in source if name in site_dims]
         grouped = bool(common) and all(
-            source[name].dim() == site_dims[name] + 2
-            and source[name].shape[1] >= REFERENCE.least_draws
+            source[name].dim() == site_dims[name] + 2 and source[name].shape[1] >= CHAINS.least_kept
             for name in common
         )
         return dict(source) if grouped else None
@@ -315,7 +315,7 @@ def check_mixing(
     inverse_sizes = []
     for name in draws:
         value = (one_chain if chains is None else chains)[name]
-        if not value.is_floating_point() or value.shape[1] < REFERENCE.least_draws:
+        if not value.is_floating_point() or value.shape[1] < CHAINS.least_kept:
             continue
         value = value.detach().double().flatten(2) if value.dim() > 2 else value.double()[..., None]
         length = min(length, value.shape[1])
@@ -340,7 +340,7 @@ def check_mixing(
     return ReferenceCheck(
         effective_sample_size=ess if math.isfinite(ess) else None,
         worst_ess=worst_ess,
-        r_hat=r_hat if r_hat > 0 and length >= REFERENCE.least_draws else None,
+        r_hat=r_hat if r_hat > 0 and length >= CHAINS.least_kept else None,
         worst_r_hat=worst_r_hat,
         settled=isinstance(source, Refined) and source.settled,
         # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
