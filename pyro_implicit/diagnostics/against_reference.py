@@ -308,44 +308,33 @@ def check_mixing(
     :param chains: the same with their chains apart.
     :param source: that they are from.
     """
-    one_chain = {name: value.unsqueeze(0) for name, value in draws.items()}
-    ess, worst_ess = math.inf, ""
-    r_hat, worst_r_hat = 0.0, ""
-    length = math.inf
-    inverse_sizes = []
-    for name in draws:
-        value = (one_chain if chains is None else chains)[name]
+    found = ReferenceCheck(settled=isinstance(source, Refined) and source.settled)
+    labels, sizes, r_hats = [], [], []
+    for name, whole in draws.items():
+        value = whole.unsqueeze(0) if chains is None else chains[name]
         if not value.is_floating_point() or value.shape[1] < CHAINS.least_kept:
             continue
-        value = value.detach().double().flatten(2) if value.dim() > 2 else value.double()[..., None]
-        length = min(length, value.shape[1])
+        value = value.detach().double().reshape(*value.shape[:2], -1)
         moves = value.flatten(0, 1).std(0) > 0
         if not moves.any():
             continue
-        labels = [
-            label
-            for label, moved in zip(element_labels(name, draws[name].shape[1:]), moves, strict=True)
-            if moved
-        ]
-        found = effective_sample_size(value[..., moves])
-        inverse_sizes.append(1 / found.nan_to_num(math.inf).clamp(1, len(draws[name])))
-        index = int(found.nan_to_num(math.inf).argmin())
-        if found[index] < ess:
-            ess, worst_ess = found[index].item(), labels[index]
+        named = zip(element_labels(name, whole.shape[1:]), moves, strict=True)
+        labels += [label for label, moved in named if moved]
+        value = value[..., moves]
+        sizes.append(effective_sample_size(value).nan_to_num(math.inf, math.inf))
         if chains is not None:
-            found = split_gelman_rubin(value[..., moves]).nan_to_num(1.0)
-            index = int(found.argmax())
-            if found[index] > r_hat:
-                r_hat, worst_r_hat = found[index].item(), labels[index]
-    return ReferenceCheck(
-        effective_sample_size=ess if math.isfinite(ess) else None,
-        worst_ess=worst_ess,
-        r_hat=r_hat if r_hat > 0 and length >= CHAINS.least_kept else None,
-        worst_r_hat=worst_r_hat,
-        settled=isinstance(source, Refined) and source.settled,
+            r_hats.append(split_gelman_rubin(value).nan_to_num(1.0))
+    if r_hats:
+        r_hat, worst = torch.cat(r_hats).max(0)
+        found = replace(found, r_hat=r_hat.item(), worst_r_hat=labels[int(worst)])
+    if sizes:
         # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
-        independent_draws=1 / torch.cat(inverse_sizes).mean().item() if inverse_sizes else None,
-    )
+        inverse = 1 / torch.cat(sizes).clamp(1, len(whole))
+        found = replace(found, independent_draws=1 / inverse.mean().item())
+        size, worst = torch.cat(sizes).min(0)
+        if size.isfinite():
+            found = replace(found, effective_sample_size=size.item(), worst_ess=labels[int(worst)])
+    return found
 
 
 @torch.no_grad()
