@@ -226,20 +226,8 @@ def test_noise_space_nuts():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="_dim must be at least 1"):
-        AutoregressiveGenerator(0)
-    with pytest.raises(ValueError, match="hidden must be at least 1, but got 0"):
-        AutoregressiveGenerator(3, (4, 0))
-    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
-        AutoregressiveGenerator(3, activation="gelu")
     generator = AutoregressiveGenerator(5, context_dim=2)
-    zeros = torch.zeros(3, 5)
     with pytest.raises(ValueError, match=r"values of shape \(\*batch, 5\), got \(3,\)"):
         generator.inverse(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match="got no context; pass context="):
-        generator.inverse(zeros)
-    for call in (generator, generator.linearise):
-        with pytest.raises(ValueError, match=r"expects noise of shape \(\*batch, 5\)"):
-            call(torch.zeros(3), torch.zeros(2))
-        with pytest.raises(ValueError, match="got no context; pass context="):
-            call(zeros)
+        generator.inverse(torch.zeros(3, 5))

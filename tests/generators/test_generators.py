@@ -246,6 +246,8 @@ def test_errors_of_the_sizes():
         MLP(3, 3, context_dim=-2)
     with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
         GatedMLP(3, 3, activation="gelu")
+    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
+        AutoregressiveGenerator(3, activation="gelu")
 
 
 def test_sizes_are_shown():
