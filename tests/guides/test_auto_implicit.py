@@ -232,20 +232,6 @@ def test_auto_guide_list_shares_plates_and_summaries():
     assert guide.quantiles([0.1, 0.9])["z"].shape == (2, 2, 4)
 
 
-def test_create_plates():
-    made = []
-
-    def create_plates():
-        made.append(pyro.plate("outer", 2, dim=-2))
-        return made[-1]
-
-    guide = AutoSemiImplicit(model, create_plates=create_plates)
-    guide()
-    before = len(made)
-    guide()
-    assert len(made) == before + 1 == 3
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_an_impossible_start_gives_place_to_another(seed):
     def model():

@@ -363,14 +363,18 @@ def test_in_a_list_with_explicit_guides():
     assert set(guide.median()) == {"z", "mix", "scale"}
 
 
-def test_create_plates():
+@pytest.mark.parametrize(
+    "make",
+    [AutoSemiImplicit, lambda model, **options: AutoMixture(model, [component()], **options)],
+)
+def test_create_plates(make):
     made = []
 
     def create_plates():
         made.append(pyro.plate("outer", 2, dim=-2))
         return made[-1]
 
-    guide = AutoMixture(model, [component()], create_plates=create_plates)
+    guide = make(model, create_plates=create_plates)
     guide()
     before = len(made)
     guide()
