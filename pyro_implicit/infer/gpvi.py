@@ -188,8 +188,12 @@ class GPVI_ELBO(NetworkELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws of the model's batch; their gradient goes to the second batch."""
-        batches = self.state.step["batches", site.name] = _draw_batches(site, self.kernel)
-        return send_gradient(site.draw, batches.second_draw, batches.share)
+        second = second_batch(site)
+        source, target = particles_inside(site.noise), particles_inside(second.noise)
+        bandwidth = particle_bandwidth(target)  # so that the sums over the first are unbiased
+        kernel = kernel_and_slopes(source, target, bandwidth, self.kernel)
+        batches = self.state.step["batches", site.name] = _Batches(site, second, *kernel)
+        return send_gradient(site.draw, second.draw, batches.share)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q, exact, and the kernel's entropy gradient at the second batch."""
@@ -205,7 +209,7 @@ class GPVI_ELBO(NetworkELBO):
         # A change of variables after the generator belongs to the target.
         if not all(isinstance(transform, AFFINE) for transform in site.transforms):
             score = score + batches.share(site.score_at_draw(torch.zeros_like(site.value)))
-        return ScoreParts(log_q, 0, path_term(site, score, batches.second_draw))
+        return ScoreParts(log_q, 0, path_term(site, score, second.draw))
 
     @torch.no_grad()
     def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,7 +261,6 @@ class _Batches(NamedTuple):
 
     first: ImplicitSite
     second: ImplicitSite
-    second_draw: Tensor
     gram: Tensor
     slopes: Tensor
 
@@ -270,10 +273,3 @@ class _Batches(NamedTuple):
         gradient = particles_inside(gradient.reshape(first.noise.shape))
         shared = particles_first(self.gram.mT @ gradient) / len(first.noise)
         return second.gradient_at_draw(shared.reshape(second.value.shape))
-
-
-def _draw_batches(site: ImplicitSite, kernel: RadialKernel) -> _Batches:
-    second, draw = second_batch(site)
-    source, target = particles_inside(site.noise), particles_inside(second.noise)
-    bandwidth = particle_bandwidth(target)  # so that the sums over the first are unbiased
-    return _Batches(site, second, draw, *kernel_and_slopes(source, target, bandwidth, kernel))

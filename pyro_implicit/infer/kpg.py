@@ -135,7 +135,8 @@ class KPG_ELBO(NetworkELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws that the model sees; their gradient goes to the draws that move."""
-        second, draw = second_batch(site)
+        second = second_batch(site)
+        draw = second.draw
         flat = flatten_site(site, self.num_particles)
         if self.num_samples:
             shown, score, weights = self._propose(site, flat, second)

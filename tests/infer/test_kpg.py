@@ -79,9 +79,9 @@ def test_velocity_at_given_draws_is_that_of_quadrature(num_samples, monkeypatch)
     q = SemiImplicit(lambda z: 0.5 + 0.6 * z, 1, torch.tensor([0.8])).expand((count,))
     fixed = torch.tensor([-1.0, 1.5]).repeat(count // 2).unsqueeze(-1)
 
-    def given_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
+    def given_batch(site: ImplicitSite) -> ImplicitSite:
         draw = fixed.clone().requires_grad_()
-        return ImplicitSite("x", q, torch.zeros(count, 1), draw.detach(), draw, (), 0.0), draw
+        return ImplicitSite("x", q, torch.zeros(count, 1), draw.detach(), draw, (), 0.0)
 
     monkeypatch.setattr(kpg, "second_batch", given_batch)
     monkeypatch.setattr(kpg, "particle_bandwidth", lambda target: torch.tensor(width))

@@ -46,7 +46,6 @@ __all__ = [
     "second_batch",
     "send_gradient",
     "send_gradients",
-    "send_kernel_mean",
     "site_draws",
     "site_linearisation",
     "split_elements",
@@ -132,19 +131,30 @@ class ImplicitSite:
 class FlatSite(NamedTuple):
     """A semi-implicit site with vectors for values.
 
-    ``value`` and ``scale`` are ``(*batch_shape, m)``, ``noise`` is ``(*batch_shape, d)``;
-    ``generate`` turns noise ``(num_noises, *batch_shape, d)`` into ``(num_noises, *batch_shape,
-    m)``, and ``linearise`` linearises the generator at noise ``(*batch_shape, d)``. If ``shared``,
-    the generator is the same for all particles, and noise for ``generate`` may have size 1 in their
-    place.
+    ``value`` and ``scale`` are ``(*batch_shape, m)``, ``noise`` is ``(*batch_shape, d)``, and
+    ``context`` broadcasts to it. If ``shared``, the generator is the same for all particles, and
+    noise for :meth:`generate` may have size 1 in their place.
     """
 
     value: Tensor
     scale: Tensor
     noise: Tensor
-    generate: Callable[[Tensor], Tensor]
+    generator: Any
+    context: Tensor | None
     shared: bool
-    linearise: Callable[[Tensor], Linearisation]
+
+    def generate(self, noise: Tensor) -> Tensor:
+        """Turn noise ``(*any, *batch_shape, d)`` into values ``(*any, *batch_shape, m)``."""
+        return self.generator(*self._inputs(noise)).reshape(noise.shape[:-1] + (-1,))
+
+    def linearise(self, noise: Tensor) -> Linearisation:
+        """Linearise the generator at noise ``(*batch_shape, d)``."""
+        return as_generator(self.generator).linearise(*self._inputs(noise))
+
+    def _inputs(self, noise: Tensor) -> tuple[Tensor, ...]:
+        if self.context is None:
+            return (noise,)
+        return noise, self.context.expand(noise.shape[:-1] + (-1,))
 
 
 def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
@@ -157,10 +167,9 @@ def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
     shared = num_particles > 1 and (context is None or context.stride(0) == 0)
     if shared and context is not None:
         context = context[:1]
-    generate, _ = _maps(q.generator, context)
     shape = site.noise.shape[:-1] + (-1,)
     scale = q.scale.expand(site.value.shape).reshape(shape)
-    return FlatSite(site.value.reshape(shape), scale, site.noise, generate, shared, q.linearise)
+    return FlatSite(site.value.reshape(shape), scale, site.noise, q.generator, context, shared)
 
 
 def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[FlatSite]:
@@ -175,21 +184,7 @@ def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[Fl
         index = torch.unravel_index(some, batch_shape)
         context = None if q.context is None else q.context[index]
         value, scale, noise = (part[index] for part in (flat.value, flat.scale, flat.noise))
-        generate, linearise = _maps(q.generator, context)
-        yield FlatSite(value, scale, noise, generate, False, linearise)
-
-
-def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
-    def inputs(noise: Tensor) -> tuple[Tensor, ...]:
-        return (noise,) if context is None else (noise, context.expand(noise.shape[:-1] + (-1,)))
-
-    def generate(noise: Tensor) -> Tensor:
-        return generator(*inputs(noise)).reshape(noise.shape[:-1] + (-1,))
-
-    def linearise(noise: Tensor) -> Linearisation:
-        return as_generator(generator).linearise(*inputs(noise))
-
-    return generate, linearise
+        yield FlatSite(value, scale, noise, q.generator, context, False)
 
 
 def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:
@@ -492,22 +487,6 @@ def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]
     return sent
 
 
-def send_kernel_mean(value: Tensor, to: Tensor, gram: Tensor) -> Tensor:
-    """Return a tensor with the given value, whose gradient goes to another one through a kernel.
-
-    :param value: the value, ``(num_particles, *plates, ...)``.
-    :param to: a tensor of the same shape, with gradient.
-    :param gram: the kernel, ``(*plates, num_particles of value, num_particles of to)``.
-    """
-    shape = to.shape[: gram.dim() - 1] + (-1,)
-
-    def share(gradient: Tensor) -> Tensor:
-        shared = particles_first(gram.mT @ particles_inside(gradient.reshape(shape))) / len(to)
-        return shared.reshape(gradient.shape)
-
-    return send_gradient(value, to, share)
-
-
 def send_gradients(
     draw: Tensor, other: Tensor, through: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -543,12 +522,10 @@ def path_term(site: ImplicitSite, score: Tensor, draw: Tensor) -> Tensor:
     return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
 
 
-def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
-    """Draw a second, independent batch of a site; return the site and its ``draw``."""
-    noise, value, linearisation = site.distribution.draw()
-    draw = site.push(value)
-    second = replace(site, noise=noise, value=value, draw=draw, linearisation=linearisation)
-    return second, draw
+def second_batch(site: ImplicitSite) -> ImplicitSite:
+    """Draw a second, independent batch of a site."""
+    noise, value, _ = site.distribution.draw()
+    return replace(site, noise=noise, value=value, draw=site.push(value), linearisation=None)
 
 
 def particles_inside(points: Tensor) -> Tensor:
