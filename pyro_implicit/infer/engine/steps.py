@@ -34,7 +34,7 @@ from pyro_implicit.infer.engine.traces import (
     refuse_nonfinite,
 )
 from pyro_implicit.runtime.global_state import refuse_outer_plates, same_streams
-from pyro_implicit.runtime.messages import refuse_unknown, warn_user
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown, warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 
 __all__ = ["ElboState", "Pair", "StepELBO"]
@@ -153,26 +153,30 @@ class StepELBO(Trace_ELBO):
     Its parameters are those of :class:`~pyro_implicit.infer.ImplicitELBO`.
     """
 
+    #: The least ``num_particles``: 2 for methods that compare particles.
+    least_particles: int = 1
     #: Whether recorded steps are bit-identical to plain ones.
     records_to_the_bit: ClassVar[bool] = True
 
     def __init__(
         self,
-        num_particles: int,
-        vectorize_particles: Literal["vmap", "plate", False],
-        prior_weight: float,
-        entropy_weight: float,
-        inverse_temperature: float,
-        nonfinite: Literal["raise", "skip"],
-        compile: CompileMode,
+        num_particles: int = 1,
+        vectorize_particles: Literal["vmap", "plate"] | bool = "vmap",
+        prior_weight: float = 1.0,
+        entropy_weight: float = 1.0,
+        inverse_temperature: float = 1.0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        compile: CompileMode = False,
         **kwargs: Any,
     ) -> None:
+        refuse_counts(self.least_particles, num_particles=num_particles)
+        refuse_unknown("vectorize_particles", vectorize_particles, "vmap", "plate", True, False)
         refuse_unknown("nonfinite", nonfinite, "raise", "skip")
         check_mode(compile)
         self.max_plate_nesting: float
         # Pyro counts the guide's particle plate in max_plate_nesting.
         super().__init__(num_particles, vectorize_particles=True, **kwargs)
-        self.vectorize_particles = vectorize_particles
+        self.vectorize_particles = "plate" if vectorize_particles is True else vectorize_particles
         self.prior_weight = prior_weight
         self.entropy_weight = entropy_weight
         self.inverse_temperature = inverse_temperature
