@@ -168,8 +168,7 @@ def compare(
     y = torch.cat([pair[1].reshape(num_reference, -1) for pair in pairs.values()], dim=-1)
     scale = _scale(y)
     common = {name: reference_draws[name] for name in names}
-    grouped = None if chains is None else {name: chains[name] for name in names}
-    check = check_mixing(common, grouped, reference)
+    check = check_mixing(common, chains, reference)
     if model is not None and function is None:  # else there is no density to say
         try:
             target = Target(model, *args, model_kwargs=kwargs)

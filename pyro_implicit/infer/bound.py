@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
-from pyro_implicit.distributions import SemiImplicit, find_implicit
+from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.infer.engine.folds import FoldWarning
@@ -101,11 +101,7 @@ class HierarchicalELBO(ImplicitELBO):
         #: The guide's sites that have a value in place of a density.
         self.deltas: set[str] = set()
 
-    def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
-        implicit = find_implicit(site["fn"])
-        if implicit is None:
-            return
-        self.state.implicit_sites.add(name)
+    def _check_kind(self, name: str, implicit: Implicit) -> None:
         exact = as_generator(implicit.generator).injective
         if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(

@@ -149,9 +149,11 @@ class ImplicitELBO(StepELBO):
 
     def _check_trainable(self, name: str, site: Site) -> None:
         implicit = find_implicit(site["fn"])
-        if implicit is None:
-            return
-        self.state.implicit_sites.add(name)
+        if implicit is not None:
+            self.state.implicit_sites.add(name)
+            self._check_kind(name, implicit)
+
+    def _check_kind(self, name: str, implicit: Implicit) -> None:
         kind = SemiImplicit if isinstance(implicit, SemiImplicit) else Implicit
         if kind not in self.site_types:
             raise ValueError(
