@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor, nn
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import MLP
 from pyro_implicit.generators.base import bounded
 from pyro_implicit.infer.engine.implicit_sites import (
@@ -163,7 +163,7 @@ class AISIVI_ELBO(NetworkELBO):
        Geometric Ergodicity of Particle Gibbs Samplers* (the step).
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
@@ -77,7 +77,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
        Gradient Descent*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
     least_particles = 2
 
     def __init__(

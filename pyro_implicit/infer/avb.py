@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pyro.distributions as dist
 import torch
@@ -82,7 +82,7 @@ class AVB_ELBO(NetworkELBO):
     2. Huszár (2017), *Variational Inference using Implicit Distributions* (prior-contrastive).
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
 
     def __init__(
         self,

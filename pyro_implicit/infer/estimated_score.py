@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
@@ -91,7 +91,7 @@ class ScoreELBO(ImplicitELBO):
        Functional Gradients*, which amortises GFSF.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
 
     def __init__(
         self,

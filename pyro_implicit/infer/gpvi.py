@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -163,7 +163,7 @@ class GPVI_ELBO(NetworkELBO):
        proof has the transpose.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
+    site_types = (Implicit,)
     least_particles = 2
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -183,7 +183,7 @@ class InjectiveELBO(ImplicitELBO):
        Functional Gradients*, section 3.2 (the generator).
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
+    site_types = (Implicit,)
 
     def __init__(
         self,

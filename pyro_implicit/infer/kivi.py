@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -105,7 +105,7 @@ class KIVI_ELBO(ImplicitELBO):
        clip=1e-8, direction="reverse", covariance="diagonal")``.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
 
     def __init__(
         self,

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor, nn
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.aisivi import ReverseConditional, log_normal, with_context
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
@@ -102,7 +102,7 @@ class KPG_ELBO(NetworkELBO):
        Gradient Descent*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
     least_particles = 2
 
     def __init__(

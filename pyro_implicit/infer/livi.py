@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -83,7 +83,7 @@ class LIVI_ELBO(ImplicitELBO):
     1. Uppal et al. (2023), *Implicit Variational Inference for High-Dimensional Posteriors*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -96,7 +96,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     4. Sobolev and Vetrov (2019), *Importance Weighted Hierarchical Variational Inference*, eq 5.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
     method = "ImplicitRenyiELBO"
 
     def __init__(

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
@@ -84,7 +84,7 @@ class UIVI_ELBO(ImplicitELBO):
     1. Titsias and Ruiz (2019), *Unbiased Implicit Variational Inference*, eqs 8-11.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,
