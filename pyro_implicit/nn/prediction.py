@@ -276,7 +276,8 @@ class PosteriorDraws:
                 "it once, guide(x, y)"
             )
         self.num_samples = min(num_samples, stored)
-        self._rows = torch.linspace(0, stored - 1, self.num_samples).round().long()
+        rows = torch.linspace(0, stored - 1, self.num_samples, device="cpu")  # index any device
+        self._rows = rows.round().long()
         self._guide, self._args = posterior, args
         self._seed = int(torch.randint(2**31, ()))
         first = next(self._made())
@@ -299,7 +300,8 @@ class PosteriorDraws:
             yield from map(self._take, self._rows.split(size))
             return
         for made in self._made():
-            for rows in torch.arange(len(next(iter(made.values())))).split(size):
+            number = len(next(iter(made.values())))
+            for rows in torch.arange(number, device="cpu").split(size):
                 yield _rows_of(made, rows)
 
     def _made(self) -> Iterator[Draws]:
