@@ -21,9 +21,6 @@ class DecisionPolicy:
     #: Log-likelihoods of all draws and observations, at most, beyond ``num_draws``; bounds memory.
     max_numbers: int = 10**7
 
-    #: Draws whose log-likelihoods are computed at once, of all observations; a limit of memory.
-    draws_at_once: int = 100
-
     #: Draws for the surrogate of subsampled LOO: the mean density of all observations.
     surrogate_draws: int = 32
 
@@ -67,11 +64,10 @@ class DecisionPolicy:
     #: Probability of either tail below which a test statistic is named.
     tail: float = 0.005
 
-    #: Probability of the simultaneous band of a PIT-ECDF, its points at most, and the interval of
-    #: the frequencies of a rootogram, as probabilities.
+    #: Probability of the simultaneous band of a PIT-ECDF and of the intervals of a rootogram, and
+    #: the points of the PIT-ECDF at most.
     band_mass: float = 0.95
     num_ecdf_points: int = 50
-    interval: tuple[float, float] = (0.025, 0.975)
 
     #: Share of the points of a rootogram or of binned residuals outside of their intervals above
     #: which they are named: twice the share that chance alone puts there.

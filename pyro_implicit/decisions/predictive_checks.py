@@ -348,8 +348,8 @@ def _rootogram(observed: Tensor, replicated: Tensor) -> Band:
         cut = data.reshape(len(data), -1, 1).clamp(max=last)
         return (cut == values).sum(1).double().sqrt()
 
-    counts = frequencies(replicated)
-    low, high = counts.quantile(counts.new_tensor(DECISIONS.interval), dim=0)
+    counts, tail = frequencies(replicated), (1 - DECISIONS.band_mass) / 2
+    low, high = counts.quantile(counts.new_tensor([tail, 1 - tail]), dim=0)
     return Band(values.double(), frequencies(observed.unsqueeze(0))[0], low, high)
 
 

@@ -46,6 +46,7 @@ from pyro_implicit.guides.posterior_draws import (
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import in_turn, same_streams
 from pyro_implicit.runtime.messages import first_line
@@ -148,7 +149,7 @@ def compare(
     chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
     if chains is not None:
         reference_draws = {name: value.flatten(0, 1) for name, value in chains.items()}
-    num_reference = _count(reference_draws, "reference", at_least=REFERENCE.least_draws)
+    num_reference = _count(reference_draws, "reference", at_least=CHAINS.least_kept)
     if not _has_draws(guide):
         number = num_samples or num_reference
         guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
@@ -167,8 +168,7 @@ def compare(
     y = torch.cat([pair[1].reshape(num_reference, -1) for pair in pairs.values()], dim=-1)
     scale = _scale(y)
     common = {name: reference_draws[name] for name in names}
-    grouped = None if chains is None else {name: chains[name] for name in names}
-    check = check_mixing(common, grouped, reference)
+    check = check_mixing(common, chains, reference)
     if model is not None and function is None:  # else there is no density to say
         try:
             target = Target(model, *args, model_kwargs=kwargs)
@@ -280,8 +280,7 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
     if isinstance(source, Mapping):
         common = [name for name in source if name in site_dims]
         grouped = bool(common) and all(
-            source[name].dim() == site_dims[name] + 2
-            and source[name].shape[1] >= REFERENCE.least_draws
+            source[name].dim() == site_dims[name] + 2 and source[name].shape[1] >= CHAINS.least_kept
             for name in common
         )
         return dict(source) if grouped else None
@@ -308,44 +307,33 @@ def check_mixing(
     :param chains: the same with their chains apart.
     :param source: that they are from.
     """
-    one_chain = {name: value.unsqueeze(0) for name, value in draws.items()}
-    ess, worst_ess = math.inf, ""
-    r_hat, worst_r_hat = 0.0, ""
-    length = math.inf
-    inverse_sizes = []
-    for name in draws:
-        value = (one_chain if chains is None else chains)[name]
-        if not value.is_floating_point() or value.shape[1] < REFERENCE.least_draws:
+    found = ReferenceCheck(settled=isinstance(source, Refined) and source.settled)
+    labels, sizes, r_hats = [], [], []
+    for name, whole in draws.items():
+        value = whole.unsqueeze(0) if chains is None else chains[name]
+        if not value.is_floating_point() or value.shape[1] < CHAINS.least_kept:
             continue
-        value = value.detach().double().flatten(2) if value.dim() > 2 else value.double()[..., None]
-        length = min(length, value.shape[1])
+        value = value.detach().double().reshape(*value.shape[:2], -1)
         moves = value.flatten(0, 1).std(0) > 0
         if not moves.any():
             continue
-        labels = [
-            label
-            for label, moved in zip(element_labels(name, draws[name].shape[1:]), moves, strict=True)
-            if moved
-        ]
-        found = effective_sample_size(value[..., moves])
-        inverse_sizes.append(1 / found.nan_to_num(math.inf).clamp(1, len(draws[name])))
-        index = int(found.nan_to_num(math.inf).argmin())
-        if found[index] < ess:
-            ess, worst_ess = found[index].item(), labels[index]
+        named = zip(element_labels(name, whole.shape[1:]), moves, strict=True)
+        labels += [label for label, moved in named if moved]
+        value = value[..., moves]
+        sizes.append(effective_sample_size(value).nan_to_num(math.inf, math.inf))
         if chains is not None:
-            found = split_gelman_rubin(value[..., moves]).nan_to_num(1.0)
-            index = int(found.argmax())
-            if found[index] > r_hat:
-                r_hat, worst_r_hat = found[index].item(), labels[index]
-    return ReferenceCheck(
-        effective_sample_size=ess if math.isfinite(ess) else None,
-        worst_ess=worst_ess,
-        r_hat=r_hat if r_hat > 0 and length >= REFERENCE.least_draws else None,
-        worst_r_hat=worst_r_hat,
-        settled=isinstance(source, Refined) and source.settled,
+            r_hats.append(split_gelman_rubin(value).nan_to_num(1.0))
+    if r_hats:
+        r_hat, worst = torch.cat(r_hats).max(0)
+        found = replace(found, r_hat=r_hat.item(), worst_r_hat=labels[int(worst)])
+    if sizes:
         # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
-        independent_draws=1 / torch.cat(inverse_sizes).mean().item() if inverse_sizes else None,
-    )
+        inverse = 1 / torch.cat(sizes).clamp(1, len(whole))
+        found = replace(found, independent_draws=1 / inverse.mean().item())
+        size, worst = torch.cat(sizes).min(0)
+        if size.isfinite():
+            found = replace(found, effective_sample_size=size.item(), worst_ess=labels[int(worst)])
+    return found
 
 
 @torch.no_grad()

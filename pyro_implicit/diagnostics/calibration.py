@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -161,7 +162,7 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
     simulations = _simulations(model, args, kwargs, num_simulations)
     seeds = [None if executor is None else int(torch.randint(2**31, ())) for _ in simulations]
     tasks = [
-        (fit, _Conditioned(model, data, args, kwargs), truth, num_draws, seed)
+        (fit, partial(poutine.condition(model, data), *args, **kwargs), truth, num_draws, seed)
         for (truth, data), seed in zip(simulations, seeds, strict=True)
     ]
     all_ranks: dict[str, list[Tensor]] = {}
@@ -209,16 +210,6 @@ def calibration_of(ranks: dict[str, Tensor], num_draws: int, num_bins: int) -> C
         freedom = torch.full_like(statistic, (num_bins - 1) / 2)
         counts[name], p_values[name] = found, torch.special.gammaincc(freedom, statistic / 2)
     return Calibration(ranks, counts, p_values, num_draws)
-
-
-class _Conditioned:
-    def __init__(
-        self, model: Callable[..., Any], data: dict[str, Tensor], args: tuple, kwargs: dict
-    ) -> None:
-        self._model, self._data, self._args, self._kwargs = model, data, args, kwargs
-
-    def __call__(self) -> Any:
-        return poutine.condition(self._model, self._data)(*self._args, **self._kwargs)
 
 
 class _RefuseImproper(Messenger):

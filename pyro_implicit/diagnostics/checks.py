@@ -27,6 +27,7 @@ from pyro_implicit.diagnostics.moments import (
     whiten_draws,
 )
 from pyro_implicit.diagnostics.policy import CHECKS, MOMENTS
+from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.ops import LogWeights, gaussian_entropy
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.score_estimators import SteinTest, stein_test
@@ -296,7 +297,7 @@ def drift_check(
     start = [ChainState(part, *score(part)) for part in white.split(chunk_size)]
     step = 1.0
     for _ in range(CHECKS.max_halvings):
-        if move(start, step)[1] > CHECKS.target_acceptance:
+        if move(start, step)[1] > CHAINS.hmc.target_acceptance:
             break
         step /= 2
     states, accepted = start, 0.0

@@ -106,9 +106,6 @@ class CheckPolicy:
     #: Leapfrog steps of a transition of short HMC.
     num_leapfrog: int = 8
 
-    #: Mean acceptance probability of short HMC, at least; Hoffman and Gelman (2014).
-    target_acceptance: float = CHAINS.hmc.target_acceptance
-
     #: Halvings of its step size, at most.
     max_halvings: int = 8
 
@@ -271,9 +268,6 @@ class ReferencePolicy:
 
     #: Probabilities of the quantiles whose errors are reported.
     quantiles: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-    #: Draws of a chain below which it has no R-hat: two in each half.
-    least_draws: int = CHAINS.least_kept
 
     #: Draws of both sides in which the lacking mass is sought; time grows with their square.
     max_points: int = 1000

@@ -255,7 +255,9 @@ def mixing(values: Mapping[str, Tensor]) -> Mixing | None:
     rows = [value.reshape(*value.shape[:2], -1).double() for value in values.values()]
     if len(rows[0]) < 2 or rows[0].shape[1] < MOMENTS.least_chain_draws:
         return None
-    between, within = (max(map(find, rows)) for find in (_between, _within))
+    half = rows[0].shape[1] // 2
+    halves = [row[:, -2 * half :].unflatten(1, (2, half)) for row in rows]
+    between, within = (max(map(_r_hat, parts)) for parts in (rows, halves))
     sizes = torch.cat([effective_sample_size(row, 0, 1).flatten() for row in rows])
     sizes = sizes[sizes.isfinite()]
     if not len(sizes) or not between < float("inf"):
@@ -263,14 +265,8 @@ def mixing(values: Mapping[str, Tensor]) -> Mixing | None:
     return Mixing(between, within, sizes.median().item())
 
 
-def _between(row: Tensor) -> float:
-    inside = row.var(1).mean().item()
-    return (1 + row.mean(1).var(0).mean().item() / inside) ** 0.5 if inside > 0 else float("inf")
-
-
-def _within(row: Tensor) -> float:
-    half = row.shape[1] // 2
-    halves = row[:, -2 * half :].unflatten(1, (2, half))
-    inside = halves.var(2).mean().item()
-    apart = halves.mean(2).var(1).mean().item()
+def _r_hat(parts: Tensor) -> float:
+    """Compare parts of chains, ``(..., num_parts, num_draws, size)``."""
+    inside = parts.var(-2).mean().item()
+    apart = parts.mean(-2).var(-2).mean().item()
     return (1 + apart / inside) ** 0.5 if inside > 0 else float("inf")

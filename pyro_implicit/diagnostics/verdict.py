@@ -420,26 +420,23 @@ def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
 
 
 def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
-    if found.efficiency >= found.policy.telling_weights:
-        return
     looks = [check for check in (found.importance, found.drift) if check is not None]
-    if found.judged and not (
-        found.of_chains or found.broken or any(has_power(check, found.policy) for check in looks)
-    ):
+    has_told = found.efficiency >= found.policy.telling_weights
+    if has_told or any(has_power(check, found.policy) for check in looks):
+        return
+    if found.judged:
+        if found.of_chains or found.broken:
+            return
         seen = beyond(looks[-1]) if looks else "of any size"
         reason = f"cannot tell: nothing would show errors {seen}"
-        yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
-    if found.judged:
+    elif found.importance is not None and found.bound is not None:
+        number = found.bound.effective_sample_size
+        reason = (
+            f"cannot tell: the weights are worth {number:.0f} draws ({found.efficiency:.0%}), "
+            f"which do not show errors {beyond(found.importance)}"
+        )
+    else:
         return
-    if found.importance is None or found.bound is None or has_power(found.importance, found.policy):
-        return
-    if found.drift is not None and has_power(found.drift, found.policy):
-        return
-    number = found.bound.effective_sample_size
-    reason = (
-        f"cannot tell: the weights are worth {number:.0f} draws ({found.efficiency:.0%}), which "
-        f"do not show errors {beyond(found.importance)}"
-    )
     yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
 
 

@@ -14,7 +14,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, constraints
 
-from pyro_implicit.generators.base import Differentiable, Linearisation, as_generator
+from pyro_implicit.generators.base import Linearisation, as_generator
 from pyro_implicit.runtime.sites import innermost
 
 __all__ = [
@@ -171,10 +171,7 @@ class Implicit(TorchDistribution):
         context = self.context
         if context is not None:
             context = context.expand(noise.shape[:-1] + (-1,))
-        generator: Any = self.generator
-        if not isinstance(generator, Differentiable):
-            generator = as_generator(generator)
-        return generator.linearise(noise, context)
+        return as_generator(self.generator).linearise(noise, context)
 
     def draw(
         self,

@@ -150,12 +150,9 @@ class AutoregressiveGenerator(Generator):
             argument = linear(x, weight, layer.bias)
             x = activation(argument)
             hidden.append((weight, argument, x))
-        return hidden, self._split(self.layers[-1](x), self.skip(inputs))
-
-    def _split(self, outputs: Tensor, skips: Tensor) -> _Parameters:
-        shift, log_scale, skew, tail = outputs.chunk(4, -1)
-        linear_shift, linear_scale = skips.chunk(2, -1)
-        return _Parameters(
+        shift, log_scale, skew, tail = self.layers[-1](x).chunk(4, -1)
+        linear_shift, linear_scale = self.skip(inputs).chunk(2, -1)
+        return hidden, _Parameters(
             shift + linear_shift,
             log_scale + linear_scale,
             bounded(skew, MAX_SKEW),
@@ -215,10 +212,8 @@ class _TriangularLinearisation(Linearisation):
 
     @torch.no_grad()
     def solve_transposed(self, vector: Tensor) -> Tensor:
-        jacobian = self.jacobian()
-        return torch.linalg.solve_triangular(jacobian.mT, vector.unsqueeze(-1), upper=True).squeeze(
-            -1
-        )
+        upper, column = self.jacobian().mT, vector.unsqueeze(-1)
+        return torch.linalg.solve_triangular(upper, column, upper=True).squeeze(-1)
 
 
 class _Parameters(NamedTuple):

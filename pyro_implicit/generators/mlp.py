@@ -58,8 +58,8 @@ class MLP(Generator):
         check_layers(hidden, activation)
         self.activation = activation
         sizes = [noise_dim + context_dim, *hidden, output_dim]
-        layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
-        self.layers = cast(Sequence[nn.Linear], layers)
+        pairs = itertools.pairwise(sizes)
+        self.layers = cast(Sequence[nn.Linear], nn.ModuleList(nn.Linear(*pair) for pair in pairs))
         with torch.no_grad():
             self.layers[-1].weight.mul_(output_scale)
             self.layers[-1].bias.zero_()
@@ -161,34 +161,27 @@ class NoisyEncoder(Generator):
         self.activation = activation
         self.context_layer = nn.Linear(context_dim, hidden[0])
         self.log_noise_scale = nn.Parameter(torch.full((hidden[0],), math.log(noise_scale)))
-        layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in itertools.pairwise([*hidden, output_dim])
-        )
-        self.layers = cast(Sequence[nn.Linear], layers)
-        with torch.no_grad():
-            self.layers[-1].bias.zero_()
+        pairs = itertools.pairwise([*hidden, output_dim])
+        self.layers = cast(Sequence[nn.Linear], nn.ModuleList(nn.Linear(*pair) for pair in pairs))
+        nn.init.zeros_(self.layers[-1].bias)
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         return _EncoderLinearisation(self, noise, context)
 
-    def _second_layer(self, noise: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The second layer before its activation, and the matrix by which the noise enters it."""
-        self._check_inputs(noise, context)
-        assert context is not None
-        hidden = ACTIVATIONS[self.activation].function(self.context_layer(_unexpanded(context)))
-        second = self.layers[0]
-        # Scaling the weights, not the noise: the many rows of noise then need no gradient.
-        noise_weight = second.weight * self.log_noise_scale.exp()
-        x = linear(noise, noise_weight) + linear(hidden, second.weight, second.bias)
-        batch = torch.broadcast_shapes(noise.shape[:-1], context.shape[:-1])
-        return x.expand(batch + (-1,)), noise_weight
-
 
 class _EncoderLinearisation(Linearisation):
     def __init__(self, encoder: NoisyEncoder, noise: Tensor, context: Tensor | None) -> None:
+        encoder._check_inputs(noise, context)
+        assert context is not None
         activation = ACTIVATIONS[encoder.activation]
-        self._derivative, self._rest = activation.derivative, list(encoder.layers)[1:]
-        x, self._noise_weight = encoder._second_layer(noise, context)
+        self._derivative = activation.derivative
+        second, *self._rest = encoder.layers
+        hidden = activation.function(encoder.context_layer(_unexpanded(context)))
+        # Scaling the weights, not the noise: the many rows of noise then need no gradient.
+        self._noise_weight = second.weight * encoder.log_noise_scale.exp()
+        x = linear(noise, self._noise_weight) + linear(hidden, second.weight, second.bias)
+        batch = torch.broadcast_shapes(noise.shape[:-1], context.shape[:-1])
+        x = x.expand(batch + (-1,))
         self._hidden: list[tuple[Tensor, Tensor]] = []
         for layer in self._rest:
             value = activation.function(x)
@@ -266,10 +259,6 @@ class GatedMLP(Generator):
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         return _GatedLinearisation(self, noise, context)
 
-    def _base(self, noise: Tensor, context: Tensor | None) -> Tensor:
-        base = self.affine(noise)
-        return base if self.context_linear is None else base + self.context_linear(context)
-
 
 class _GatedLinearisation(Linearisation):
     def __init__(self, generator: GatedMLP, noise: Tensor, context: Tensor | None) -> None:
@@ -279,7 +268,9 @@ class _GatedLinearisation(Linearisation):
         log_gate, shift = self._networks.value
         self._bend = (log_gate / MAX_LOG_GATE).tanh()
         self._gate = (MAX_LOG_GATE * self._bend).exp()
-        self._base = generator._base(noise, context)
+        self._base = generator.affine(noise)
+        if generator.context_linear is not None:
+            self._base = self._base + generator.context_linear(context)
         self.value = torch.addcmul(shift, self._base, self._gate)
 
     def jacobian(self) -> Tensor:

@@ -424,9 +424,10 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             return super().forward(*args, **kwargs)
         trace = poutine.trace(super().forward).get_trace(*args, **kwargs)
         values = dict(trace.nodes["_RETURN"]["value"])
+        latent = trace.nodes[f"_{self._pyro_name}_latent"]["value"]
         for site in self._row_sites:
             with self._enter(site) as index:
-                step = trace.nodes[self._latent_name]["value"] - self._centre()
+                step = latent - self._centre()
                 values[site.name] = pyro.sample(site.name, self.rows.posterior(site, step, index))
         return values
 
@@ -443,14 +444,11 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             }
             yield entered[site.rows.name]
 
-    @property
-    def _latent_name(self) -> str:
-        return f"_{self._pyro_name}_latent"
-
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the unconstrained latent vector, ``(*batch, latent_dim)``."""
         infer = {"is_auxiliary": True, "latents": tuple(self._unconstrained_shapes)}
-        return pyro.sample(self._latent_name, self.get_posterior(*args, **kwargs), infer=infer)
+        name = f"_{self._pyro_name}_latent"
+        return pyro.sample(name, self.get_posterior(*args, **kwargs), infer=infer)
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -214,11 +214,7 @@ class AutoImplicit(AutoDraws):
         return generator
 
     def _implicit(self) -> Implicit:
-        return Implicit(registered(self, "generator"), self._noise())
-
-    def _noise(self) -> dist.TorchDistribution:
-        zeros = self.loc.new_zeros(self.noise_dim)
-        return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
+        return Implicit(registered(self, "generator"), self.get_base_dist())
 
     def _frame_transforms(self) -> list[dist.transforms.Transform]:
         loc, scale = self.loc, self.scale
@@ -246,7 +242,8 @@ class AutoImplicit(AutoDraws):
 
     def get_base_dist(self) -> dist.TorchDistribution:
         """Return the distribution of the noise, ``event_shape`` (noise_dim,)."""
-        return self._noise()
+        zeros = self.loc.new_zeros(self.noise_dim)
+        return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
 
     def get_transform(self, *args: Any, **kwargs: Any) -> dist.transforms.ComposeTransform:
         """Return the map from noise to the unconstrained latent vector, with an exact Jacobian.
@@ -334,7 +331,7 @@ class AutoSemiImplicit(AutoImplicit):
             self.noise_scale = self._init_noise_scale
 
     def _implicit(self) -> SemiImplicit:
-        return SemiImplicit(registered(self, "generator"), self._noise(), self.noise_scale)
+        return SemiImplicit(registered(self, "generator"), self.get_base_dist(), self.noise_scale)
 
 
 def why_inexact(guide: Any) -> str:

@@ -10,13 +10,13 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
 from pyro.infer.autoguide import init_to_sample
 from pyro.nn import PyroParam
 from pyro.nn.module import PyroModuleList
 from torch import Tensor
 from torch.distributions import Distribution, biject_to, constraints
 
+from pyro_implicit.density.model import trace_model
 from pyro_implicit.distributions.implicit import Mixture
 from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
 from pyro_implicit.guides.auto_implicit import AutoImplicit
@@ -265,9 +265,8 @@ class AutoEnsemble(AutoDraws):
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         refuse_stored(self, {"members": (self.num_members, self.latent_dim)})
         starts = [self._init_loc()]
-        for _ in range(1, self.num_members):
-            with torch.no_grad(), poutine.block():
-                nodes = poutine.trace(self.model).get_trace(*args, **kwargs).nodes
+        while len(starts) < self.num_members:
+            nodes = trace_model(self.model, args, kwargs).nodes
             parts = [
                 biject_to(nodes[name]["fn"].support).inv(nodes[name]["value"]).reshape(-1)
                 for name in self._unconstrained_shapes

@@ -72,7 +72,14 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
                 f"latent '{name}' lies in the plates {[one.name for one in candidates]}, but the "
                 "plate of the data's rows must be unique. Cure: subsample the plate of the rows"
             )
-        found.append(_local_site(name, site, plates, candidates[0]))
+        (rows,), fn = candidates, site["fn"]
+        if rows.dim is None:
+            raise ValueError(
+                f"latent '{name}' lies in the sequential plate '{rows.name}'. Cure: with pyro.plate"
+            )
+        shape = biject_to(fn.support).inv(site["value"]).shape
+        row_dim = len(fn.batch_shape) + rows.dim
+        found.append(LocalSite(name, plates, rows, shape, row_dim, fn.support, fn.event_dim))
     missing = sorted(set(names or ()) - {site.name for site in found})
     if missing:
         raise ValueError(
@@ -85,22 +92,6 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
             "pyro.plate(name, number_of_all_rows, subsample_size=len(x)), or name the latents"
         )
     return found
-
-
-def _local_site(
-    name: str, site: Any, plates: tuple[CondIndepStackFrame, ...], rows: CondIndepStackFrame
-) -> LocalSite:
-    fn = site["fn"]
-    value = biject_to(fn.support).inv(site["value"])
-    num_batch = len(fn.batch_shape)
-    if rows.dim is None:
-        raise ValueError(
-            f"latent '{name}' lies in the sequential plate '{rows.name}'. Cure: with pyro.plate"
-        )
-    support = fn.support
-    return LocalSite(
-        name, plates, rows, value.shape, num_batch + rows.dim, support, len(fn.event_shape)
-    )
 
 
 class RowNormals(PyroModule):

@@ -23,6 +23,7 @@ __all__ = [
     "draw",
     "draws_in_parallel",
     "guide_of",
+    "name_of",
     "posterior_of",
     "refuse_missing_sites",
     "refuse_other_guide",
@@ -63,17 +64,11 @@ def draw(
         gradient.
     :raises TypeError: if the guide's arguments are missing, or if it observes a site.
     """
-    with poutine.block():  # guides may draw from guides
-        return _draw(guide, num_samples, args, kwargs)
-
-
-def _draw(
-    guide: Callable[..., Any], num_samples: int, args: tuple, kwargs: dict[str, Any]
-) -> dict[str, Tensor]:
     # Call it once in any case: an autoguide reads its model in the first call.
     trace = trace_guide(guide, args, kwargs)
     if hasattr(guide, "sample_posterior") and "num_samples" not in kwargs:
-        return guide.sample_posterior(num_samples, *args, **kwargs)
+        with poutine.block():  # guides may draw from guides
+            return guide.sample_posterior(num_samples, *args, **kwargs)
     # Predictive adds dimensions for plates, (N, 1, 3) for a site of shape (3,) outside of them.
     shapes = {
         name: site["value"].shape
@@ -83,7 +78,8 @@ def _draw(
     predictive = Predictive(
         guide, num_samples=num_samples, return_sites=list(shapes), parallel=_broadcasts(guide)
     )
-    samples = predictive(*args, **kwargs)
+    with poutine.block():
+        samples = predictive(*args, **kwargs)
     return {
         name: samples[name].detach().reshape(num_samples, *shape).clone()
         for name, shape in shapes.items()
@@ -102,7 +98,7 @@ def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
         if args or kwargs:
             raise
         raise TypeError(
-            f"the guide {_name(guide)} could not run without arguments ({error}). Pass the "
+            f"the guide {name_of(guide)} could not run without arguments ({error}). Pass the "
             "arguments of the model as well, as in compare(model, guide, mcmc, x, y), or call an "
             "autoguide once before: guide(x, y)."
         ) from error
@@ -112,7 +108,7 @@ def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
         is_auxiliary = site["type"] == "sample" and site["infer"].get("is_auxiliary", False)
         if is_data(site, factors=False) and not is_auxiliary:
             raise TypeError(
-                f"the guide {_name(guide)} observes site '{name}', as only a model does. Cure: "
+                f"the guide {name_of(guide)} observes site '{name}', as only a model does. Cure: "
                 "the order of arguments is (model, guide, *args)"
             )
     return trace
@@ -122,8 +118,8 @@ def refuse_swapped(function: str, model: Any, guide: Any) -> None:
     """Refuse a guide in place of the model, with a ``TypeError`` of the named function."""
     if isinstance(model, (AutoGuide, EasyGuide, AutoMessenger, Mapping)):
         raise TypeError(
-            f"{function} needs the model first, but got {_name(model)} there and {_name(guide)} "
-            f"as the guide. Cure: {function}(model, guide, ...)"
+            f"{function} needs the model first, but got {name_of(model)} there and "
+            f"{name_of(guide)} as the guide. Cure: {function}(model, guide, ...)"
         )
 
 
@@ -168,11 +164,11 @@ def refuse_other_guide(guide: Any, model_trace: Trace, guide_trace: Trace) -> No
     # The guide may leave discrete latents out, or sample them.
     latents = {name for name, site in sampled.items() if not is_discrete_latent(site)}
     known = latents & found.keys() | extra
-    refuse_missing_sites(f"the guide {_name(guide)} has", latents, known)
+    refuse_missing_sites(f"the guide {name_of(guide)} has", latents, known)
     if extra:
         fault = "does not have" if extra.isdisjoint(model_trace) else "observes or computes"
         raise ValueError(
-            f"the guide {_name(guide)} samples {sorted(extra)}, which the model {fault}. Cure: a "
+            f"the guide {name_of(guide)} samples {sorted(extra)}, which the model {fault}. Cure: a "
             "guide of this model, with its data and reparameterisations; mark variables of the "
             "guide's own with infer={'is_auxiliary': True} in pyro.sample"
         )
@@ -234,7 +230,7 @@ def _is_fit(given: Any) -> bool:
 
 def _no_guide(function: str, given: Any, others: str) -> TypeError:
     return TypeError(
-        f"{function} needs a guide, but got {_name(given)}. Cure: {function}(model, guide, ...) "
+        f"{function} needs a guide, but got {name_of(given)}. Cure: {function}(model, guide, ...) "
         f"with a guide or a result of fit{others and f', {others}'}"
     )
 
@@ -244,7 +240,7 @@ def _as_tensor(name: str, value: Any, side: str) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"the {side} draws of site '{name}' are a {_name(value)} that is not an array "
+            f"the {side} draws of site '{name}' are a {name_of(value)} that is not an array "
             f"({first_line(error)}). Cure: a tensor (num_draws, *site_shape)"
         ) from error
 
@@ -256,5 +252,6 @@ def _broadcasts(guide: Callable[..., Any]) -> bool:
     return not any(isinstance(module, AutoCallable) for module in guide.modules())
 
 
-def _name(guide: object) -> str:
+def name_of(guide: object) -> str:
+    """Return the name of a function, or of the class of another object, for messages."""
     return getattr(guide, "__name__", type(guide).__name__)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.guides.policy import ROUNDING
-from pyro_implicit.guides.posterior_draws import draw, refuse_missing_sites
+from pyro_implicit.guides.posterior_draws import draw, name_of, refuse_missing_sites
 from pyro_implicit.runtime.messages import warn_user
 
 __all__ = ["NOWHERE", "Guide", "Sampler", "StoredDraw", "StoredDraws"]
@@ -64,7 +64,7 @@ class Sampler:
         """The source of the draws, for messages."""
         if isinstance(self.guide, Mapping):
             return "given draws"
-        return f"draws of the guide {self._name}"
+        return f"draws of the guide {name_of(self.guide)}"
 
     @torch.no_grad()
     def draw(self, num_draws: int) -> Tensor:
@@ -82,8 +82,7 @@ class Sampler:
         self._check(draws)
         extra = sorted(set(draws) - set(self.target.shapes))
         if extra:
-            who, have = self._subject
-            warn_user(f"{who} {have} {extra}, which the model does not sample: left out")
+            warn_user(f"{self._who_has} {extra}, which the model does not sample: left out")
         like = self.target.init_loc
         draws = {name: draws[name].detach().to(like) for name in self.target.shapes}
         vectors = self._unconstrained(draws)
@@ -106,7 +105,7 @@ class Sampler:
         needs = f"but the model needs {('num_draws', *wanted)}"
         if not isinstance(self.guide, Mapping):
             return ValueError(
-                f"the guide {self._name} has draws of shape {shape} at site '{name}', {needs}. "
+                f"{self._who_has} draws of shape {shape} at site '{name}', {needs}. "
                 "Cure: a guide of this model, called with the same data"
             )
         cure = "draws of this model, with the same data"
@@ -119,9 +118,9 @@ class Sampler:
         )
 
     def _check(self, draws: Mapping[str, Tensor]) -> None:
-        shapes, (who, have) = self.target.shapes, self._subject
+        shapes = self.target.shapes
         what = "draws" if isinstance(self.guide, Mapping) else "a guide"
-        refuse_missing_sites(f"{who} {have}", shapes, draws, what)
+        refuse_missing_sites(self._who_has, shapes, draws, what)
         expected = self.target.constrain(self.target.init_loc.unsqueeze(0))
         for name in shapes:
             shape, wanted = tuple(draws[name].shape), tuple(expected[name].shape[1:])
@@ -131,19 +130,15 @@ class Sampler:
         if len(set(counts.values())) > 1:
             found = ", ".join(f"{count} of '{name}'" for name, count in counts.items())
             raise ValueError(
-                f"{who} {have} different numbers of draws by site: {found}. Cure: as many of each, "
-                "of which those of one number belong together"
+                f"{self._who_has} different numbers of draws by site: {found}. Cure: as many of "
+                "each, of which those of one number belong together"
             )
 
     @property
-    def _name(self) -> str:
-        return getattr(self.guide, "__name__", type(self.guide).__name__)
-
-    @property
-    def _subject(self) -> tuple[str, str]:
+    def _who_has(self) -> str:
         if isinstance(self.guide, Mapping):
-            return "the given draws", "have"
-        return f"the guide {self._name}", "has"
+            return "the given draws have"
+        return f"the guide {name_of(self.guide)} has"
 
     def _unconstrained(self, draws: dict[str, Tensor]) -> Tensor:
         """Vectors; NaN where a transform clamped a draw that lies outside of its support."""

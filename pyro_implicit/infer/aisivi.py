@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor, nn
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import MLP
 from pyro_implicit.generators.base import bounded
 from pyro_implicit.infer.engine.implicit_sites import (
@@ -19,6 +19,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_generator,
     check_standard_normal,
     flatten_site,
+    path_of_score,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
@@ -162,7 +163,7 @@ class AISIVI_ELBO(NetworkELBO):
        Geometric Ergodicity of Particle Gibbs Samplers* (the step).
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,
@@ -181,8 +182,8 @@ class AISIVI_ELBO(NetworkELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse noise that is not standard normal, and rows that depend on each other."""
-        check_standard_normal(site.name, site.distribution.noise_distribution, "AISIVI")
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_standard_normal(site, "AISIVI")
+        check_generator(site)
 
     @property
     def effective_sizes(self) -> dict[str, float]:
@@ -211,8 +212,7 @@ class AISIVI_ELBO(NetworkELBO):
             log_q = log_mean_exp(terms)
             weights = _second_transition(terms).softmax(0)
             score = (weights.unsqueeze(-1) * (centers - flat.value)).sum(0) / scale.square()
-        path = (score * (flat.value - flat.value.detach())).sum(-1)
-        return ScoreParts(log_q + path, 0, log_q + path)
+        return path_of_score(log_q, flat, score)
 
     def _train(self, site: ImplicitSite, network: Any, noise: Tensor, given: Tensor) -> None:
         for step in range(self.proposal_steps):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -69,7 +69,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
        Energy-Based Models without Sampling*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
     least_particles = 2
 
     def __init__(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
@@ -16,7 +16,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     particles_first,
     particles_inside,
     second_batch,
-    send_kernel_mean,
+    send_gradient,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -77,7 +77,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
        Gradient Descent*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
     least_particles = 2
 
     def __init__(
@@ -93,7 +93,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws of the model's batch; their gradient goes to the second batch."""
-        _, draw = second_batch(site)
+        draw = second_batch(site).draw
         shape = site.batch_shape + (-1,)
         source, target = (
             particles_inside(points.detach().reshape(shape)) for points in (site.draw, draw)
@@ -103,7 +103,12 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         repelled = particles_first(repulsion(slopes, source, target)) / self.num_particles
         path = (repelled * draw.reshape(repelled.shape)).sum(-1)
         self.state.step["repulsion", site.name] = path
-        return send_kernel_mean(site.draw, draw, gram)
+
+        def share(gradient: Tensor) -> Tensor:
+            mean = gram.mT @ particles_inside(gradient.reshape(shape)) / self.num_particles
+            return particles_first(mean).reshape(gradient.shape)
+
+        return send_gradient(site.draw, draw, share)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return the Gaussian's log q, and the kernel's repulsion at the second batch."""

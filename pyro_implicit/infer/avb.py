@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pyro.distributions as dist
 import torch
@@ -16,7 +16,6 @@ from pyro_implicit.generators import MLP
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     differs_by_particle,
-    pool_particles,
     site_draws,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -83,7 +82,7 @@ class AVB_ELBO(NetworkELBO):
     2. Huszár (2017), *Variational Inference using Implicit Distributions* (prior-contrastive).
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
 
     def __init__(
         self,
@@ -128,12 +127,10 @@ class AVB_ELBO(NetworkELBO):
         self, site: ImplicitSite, prior: SitePrior, fresh: bool = False
     ) -> tuple[Tensor, Tensor | float]:
         """Return the discriminator's inputs, ``(*sets, n, m)``, and the log of their scaling."""
-        draws = site_draws(site, self.num_particles, self.num_entropy_particles, fresh)
+        sizes = self.num_particles, self.num_entropy_particles
         if self.contrast == "prior":
-            draws = prior.unconstrain(site.push(draws))
-            return pool_particles(draws, site, self.num_particles), 0.0
-        draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
-        return standardize(pool_particles(draws, site, self.num_particles), self.covariance)
+            return site_draws(site, *sizes, prior.unconstrain, fresh), 0.0
+        return standardize(site_draws(site, *sizes, fresh=fresh), self.covariance)
 
     def _contrast(self, site: ImplicitSite, prior: SitePrior, draws: Tensor) -> Tensor:
         if self.contrast == "adaptive":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
-from pyro_implicit.distributions import SemiImplicit, find_implicit
+from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.infer.engine.folds import FoldWarning
@@ -29,6 +29,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_standard_normal,
     exact_density,
     flatten_site,
+    mixture_score,
     split_elements,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -100,11 +101,7 @@ class HierarchicalELBO(ImplicitELBO):
         #: The guide's sites that have a value in place of a density.
         self.deltas: set[str] = set()
 
-    def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
-        implicit = find_implicit(site["fn"])
-        if implicit is None:
-            return
-        self.state.implicit_sites.add(name)
+    def _check_kind(self, name: str, implicit: Implicit) -> None:
         exact = as_generator(implicit.generator).injective
         if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(
@@ -154,10 +151,9 @@ class HierarchicalELBO(ImplicitELBO):
         if not isinstance(site.distribution, SemiImplicit):
             check_square(site, self.method)
             return
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_generator(site)
         if self.proposal == "linearized":
-            method = 'proposal="linearized" (unlike "prior")'
-            check_standard_normal(site.name, site.distribution.noise_distribution, method)
+            check_standard_normal(site, 'proposal="linearized" (unlike "prior")')
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of each particle and plate element, or the bound on it."""
@@ -195,7 +191,7 @@ class HierarchicalELBO(ImplicitELBO):
         return total - math.log(self.num_mixing + 1)
 
     def bound_and_score(self, site: ImplicitSite) -> tuple[Tensor, Tensor]:
-        r"""The bound on log q of a semi-implicit site, and an unbiased estimate of the score
+        r"""Return the bound on log q of a semi-implicit site, and an unbiased estimate of the score
         :math:`\nabla_\theta \log q(\theta)` of the shape of ``site.value``, constants.
 
         The score is a mean over noises that are weighted by :math:`q(z \mid \theta) / \tau`. With
@@ -203,21 +199,18 @@ class HierarchicalELBO(ImplicitELBO):
         is right in expectation, however few they are.
         """
         flat = flatten_site(site, self.num_particles)
-        noises, log_weights = self._noises(site, flat)
-        generate = torch.no_grad()(flat.generate)
-        with torch.enable_grad():
-            value = flat.value.detach().requires_grad_()
-            scale = flat.scale.detach()
-            log_q = mixture_log_density(value, generate, scale, noises, log_weights)
-            (score,) = torch.autograd.grad(log_q.sum(), value)
-        return log_q.detach(), score.reshape(site.value.shape)
+        log_q, score = mixture_score(flat, *self._noises(site, flat))
+        return log_q, score.reshape(site.value.shape)
 
     @torch.no_grad()
     def _noises(
         self, site: ImplicitSite, flat: FlatSite
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        propose = self._linearized if self.proposal == "linearized" else self._prior
-        return propose(site, flat)
+        if self.proposal == "linearized":
+            return self._linearized(site, flat)
+        distribution = site.distribution.noise_distribution
+        fresh = distribution.sample(torch.Size((self.num_mixing,)))
+        return [flat.noise.unsqueeze(0), fresh], None
 
     def _injective(self, site: ImplicitSite) -> Tensor:
         """Return the exact density; refuse a generator that folds."""
@@ -229,11 +222,6 @@ class HierarchicalELBO(ImplicitELBO):
                 "Cure: train with a smaller learning rate, or use AutoSemiImplicit"
             )
         return log_q
-
-    def _prior(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], None]:
-        distribution = site.distribution.noise_distribution
-        fresh = distribution.sample(torch.Size((self.num_mixing,)))
-        return [flat.noise.unsqueeze(0), fresh], None
 
     def _linearized(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:
         def around(noise: Tensor) -> tuple[Tensor, Tensor]:

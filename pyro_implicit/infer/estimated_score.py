@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
@@ -14,7 +14,6 @@ from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     choose_covariance,
     explained_factor,
-    pool_particles,
     site_draws,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -92,7 +91,7 @@ class ScoreELBO(ImplicitELBO):
        Functional Gradients*, which amortises GFSF.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
 
     def __init__(
         self,
@@ -116,8 +115,6 @@ class ScoreELBO(ImplicitELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return means over all draws of the site, the same for each particle."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
-        draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
-        draws = pool_particles(draws, site, self.num_particles)
         covariance = self.covariance
         if covariance is not None:
             covariance = choose_covariance(covariance, site, *draws.shape[-2:])

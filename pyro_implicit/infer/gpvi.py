@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -15,7 +15,6 @@ from pyro_implicit.distributions import Draw, Implicit
 from pyro_implicit.generators import Generator
 from pyro_implicit.infer.engine.folds import note_orientation
 from pyro_implicit.infer.engine.implicit_sites import (
-    ExactDensity,
     ImplicitSite,
     check_same_distribution,
     check_square,
@@ -164,7 +163,7 @@ class GPVI_ELBO(NetworkELBO):
        proof has the transpose.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
+    site_types = (Implicit,)
     least_particles = 2
 
     def __init__(
@@ -189,39 +188,43 @@ class GPVI_ELBO(NetworkELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws of the model's batch; their gradient goes to the second batch."""
-        batches = self.state.step["batches", site.name] = _draw_batches(site, self.kernel)
-        return send_gradient(site.draw, batches.second_draw, batches.share)
+        second = second_batch(site)
+        source, target = particles_inside(site.noise), particles_inside(second.noise)
+        bandwidth = particle_bandwidth(target)  # so that the sums over the first are unbiased
+        kernel = kernel_and_slopes(source, target, bandwidth, self.kernel)
+        batches = self.state.step["batches", site.name] = _Batches(site, second, *kernel)
+        return send_gradient(site.draw, second.draw, batches.share)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q, exact, and the kernel's entropy gradient at the second batch."""
         batches = self.state.step.get(("batches", site.name))
         if batches is None:
-            log_q = exact_density(site).log_q
+            log_q = exact_density(site)[0]
             return ScoreParts(log_q, 0, log_q)
         second = batches.second
-        repelled, (log_q, signs) = self._repulsion(site, batches)
+        repelled, log_q, signs = self._repulsion(site, batches)
         note_orientation(self, site.name, signs)
         repelled = repelled.reshape(second.value.shape)
         score = -second.gradient_at_draw(repelled) / self.num_particles
         # A change of variables after the generator belongs to the target.
         if not all(isinstance(transform, AFFINE) for transform in site.transforms):
             score = score + batches.share(site.score_at_draw(torch.zeros_like(site.value)))
-        return ScoreParts(log_q, 0, path_term(site, score, batches.second_draw))
+        return ScoreParts(log_q, 0, path_term(site, score, second.draw))
 
     @torch.no_grad()
-    def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, ExactDensity]:
-        """Return sums over the model's batch, ``(num_particles, *plates, m)``, and its density."""
+    def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums over the model's batch, ``(num_particles, *plates, m)``; its density."""
         source, target = particles_inside(site.noise), particles_inside(batches.second.noise)
         if self.jacobian == "helper":
             repelled = self._learned_repulsion(site, batches, source, target)
-            return repelled, exact_density(site)
+            return repelled, *exact_density(site)
         # The sums and the density share one Jacobian.
         inverse = site_linearisation(site).inverse_transposed()
         signs, log_det = inverse.slogdet()
         log_q = site.distribution.noise_distribution.log_prob(site.noise) + log_det
         inverse = inverse._replace(rows=inverse.rows.movedim(0, -3))
         repelled = particles_first(repulsion(batches.slopes, source, target, inverse))
-        return repelled, ExactDensity(log_q, signs)
+        return repelled, log_q, signs
 
     @torch.enable_grad()
     def _learned_repulsion(
@@ -258,7 +261,6 @@ class _Batches(NamedTuple):
 
     first: ImplicitSite
     second: ImplicitSite
-    second_draw: Tensor
     gram: Tensor
     slopes: Tensor
 
@@ -271,10 +273,3 @@ class _Batches(NamedTuple):
         gradient = particles_inside(gradient.reshape(first.noise.shape))
         shared = particles_first(self.gram.mT @ gradient) / len(first.noise)
         return second.gradient_at_draw(shared.reshape(second.value.shape))
-
-
-def _draw_batches(site: ImplicitSite, kernel: RadialKernel) -> _Batches:
-    second, draw = second_batch(site)
-    source, target = particles_inside(site.noise), particles_inside(second.noise)
-    bandwidth = particle_bandwidth(target)  # so that the sums over the first are unbiased
-    return _Batches(site, second, draw, *kernel_and_slopes(source, target, bandwidth, kernel))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.transforms import AffineTransform, LowerCholeskyAffine
 from torch import Tensor, nn
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.amortized_ksd import default_critic
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
@@ -141,7 +141,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
     2. Yu and Zhang (2023), *Semi-Implicit Variational Inference via Score Matching*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         generator: Any = site.distribution.generator
         if not isinstance(generator, LayeredGenerator):
             return
-        check_standard_normal(site.name, site.distribution.noise_distribution, "HSIVI")
+        check_standard_normal(site, "HSIVI")
         if self.num_particles < len(generator.layers):
             raise ValueError(
                 f"site '{site.name}' has {len(generator.layers)} layers, but HSIVI_ELBO has "

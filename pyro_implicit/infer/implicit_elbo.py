@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pyro
 import torch
@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor, nn
 
-from pyro_implicit.compiled import ACTIVE, CompileMode, Untraceable
+from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import DiscreteSum, restore_priors
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.folds import warn_of_folds
@@ -30,13 +30,11 @@ from pyro_implicit.infer.engine.traces import (
     set_score_parts,
 )
 from pyro_implicit.infer.policy import ELBOS
-from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 from pyro_implicit.runtime.sites import attribute_name
 
 __all__ = ["ImplicitELBO", "ImplicitSite", "NetworkELBO", "adam_step"]
 
 
-VectorizeMode = Literal["vmap", "plate"] | bool
 Site = dict[str, Any]
 
 
@@ -100,38 +98,11 @@ class ImplicitELBO(StepELBO):
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = False
-    #: The least ``num_particles``: 2 for methods that compare particles.
-    least_particles: int = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for site_type in cls.site_types:
             site_type.trained_by.append(cls.__name__)
-
-    def __init__(
-        self,
-        num_particles: int = 1,
-        vectorize_particles: VectorizeMode = "vmap",
-        prior_weight: float = 1.0,
-        entropy_weight: float = 1.0,
-        inverse_temperature: float = 1.0,
-        nonfinite: Literal["raise", "skip"] = "raise",
-        compile: CompileMode = False,
-        **kwargs: Any,
-    ) -> None:
-        refuse_counts(self.least_particles, num_particles=num_particles)
-        refuse_unknown("vectorize_particles", vectorize_particles, "vmap", "plate", True, False)
-        mode = "plate" if vectorize_particles is True else vectorize_particles
-        super().__init__(
-            num_particles,
-            mode,
-            prior_weight,
-            entropy_weight,
-            inverse_temperature,
-            nonfinite,
-            compile,
-            **kwargs,
-        )
 
     def __repr__(self) -> str:
         """Return the number of particles and the settings that differ from the defaults."""
@@ -172,15 +143,17 @@ class ImplicitELBO(StepELBO):
         raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
 
     def _begin_step(self) -> None:
-        super()._begin_step()
+        self.num_steps_taken += 1
         if self.num_steps_taken % ELBOS.fold_steps == 0:
             warn_of_folds(self)
 
     def _check_trainable(self, name: str, site: Site) -> None:
         implicit = find_implicit(site["fn"])
-        if implicit is None:
-            return
-        self.state.implicit_sites.add(name)
+        if implicit is not None:
+            self.state.implicit_sites.add(name)
+            self._check_kind(name, implicit)
+
+    def _check_kind(self, name: str, implicit: Implicit) -> None:
         kind = SemiImplicit if isinstance(implicit, SemiImplicit) else Implicit
         if kind not in self.site_types:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -183,7 +183,7 @@ class InjectiveELBO(ImplicitELBO):
        Functional Gradients*, section 3.2 (the generator).
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
+    site_types = (Implicit,)
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class InjectiveELBO(ImplicitELBO):
         if not self._takes_path():
             log_q, signs = exact_density(site)
             return ScoreParts(log_q, 0, self._unfolding(site, log_q, signs)[1])
-        (log_q, signs), score = exact_score(site)
+        log_q, signs, score = exact_score(site)
         is_reversed, plain = self._unfolding(site, log_q, signs)
         # A path is that of a site, which may consist of several draws of the generator.
         batch_ndim = len(site.batch_shape)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -14,7 +14,6 @@ from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     choose_covariance,
     explained_factor,
-    pool_particles,
     site_draws,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -106,7 +105,7 @@ class KIVI_ELBO(ImplicitELBO):
        clip=1e-8, direction="reverse", covariance="diagonal")``.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
 
     def __init__(
         self,
@@ -144,15 +143,14 @@ class KIVI_ELBO(ImplicitELBO):
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return the mean of log q over all draws of the site, the same for each particle."""
-        draws = site_draws(site, self.num_particles, self.num_entropy_particles)
+        to_vectors = prior.unconstrain if self.contrast == "prior" else None
+        draws = site_draws(site, self.num_particles, self.num_entropy_particles, to_vectors)
         with explained_factor(site, ", else a larger ridge"):
             if self.contrast == "prior":
-                return self._prior_contrast(site, prior, draws)
+                return self._prior_contrast(prior, draws)
             return self._adaptive_contrast(site, draws)
 
-    def _prior_contrast(self, site: ImplicitSite, prior: SitePrior, draws: Tensor) -> ScoreParts:
-        draws = prior.unconstrain(site.push(draws))
-        draws = pool_particles(draws, site, self.num_particles)
+    def _prior_contrast(self, prior: SitePrior, draws: Tensor) -> ScoreParts:
         contrast = prior.sample(self.num_prior_particles or draws.shape[-2])
         sets = torch.broadcast_shapes(draws.shape[:-2], contrast.shape[:-2])
         log_ratio = log_density_ratio(
@@ -166,9 +164,6 @@ class KIVI_ELBO(ImplicitELBO):
         return prior.score_parts(log_ratio.mean(-1))
 
     def _adaptive_contrast(self, site: ImplicitSite, draws: Tensor) -> ScoreParts:
-        q = site.distribution
-        draws = draws.reshape(draws.shape[:1] + q.batch_shape + (-1,))
-        draws = pool_particles(draws, site, self.num_particles)
         num_draws, dim = draws.shape[-2:]
         covariance = choose_covariance(self.covariance, site, num_draws, dim)
         contrast_shape = draws.shape[:-2] + (self.num_prior_particles or num_draws, dim)
@@ -182,5 +177,5 @@ class KIVI_ELBO(ImplicitELBO):
             self.clip,
             self.kernel,
         )
-        log_q = log_q.mean(-1).expand(q.batch_shape)
+        log_q = log_q.mean(-1).expand(site.distribution.batch_shape)
         return ScoreParts(log_q, 0, log_q)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor, nn
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.aisivi import ReverseConditional, log_normal, with_context
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
@@ -102,7 +102,7 @@ class KPG_ELBO(NetworkELBO):
        Gradient Descent*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
     least_particles = 2
 
     def __init__(
@@ -131,11 +131,12 @@ class KPG_ELBO(NetworkELBO):
         """Refuse a site whose particles differ in distribution, or unknown densities of noise."""
         check_same_distribution(site, type(self).__name__, "SIVI_ELBO")
         if self.num_samples:
-            check_standard_normal(site.name, site.distribution.noise_distribution, "KPG-IS")
+            check_standard_normal(site, "KPG-IS")
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws that the model sees; their gradient goes to the draws that move."""
-        second, draw = second_batch(site)
+        second = second_batch(site)
+        draw = second.draw
         flat = flatten_site(site, self.num_particles)
         if self.num_samples:
             shown, score, weights = self._propose(site, flat, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -13,7 +13,7 @@ from pyro.distributions.util import sum_rightmost
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
@@ -183,7 +183,7 @@ class KSIVI_ELBO(ScoreMatchingELBO):
     1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
     least_particles = 2
 
     def __init__(

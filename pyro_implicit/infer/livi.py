@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
+    FlatSite,
     ImplicitSite,
     check_generator,
     check_standard_normal,
@@ -83,7 +83,7 @@ class LIVI_ELBO(ImplicitELBO):
     1. Uppal et al. (2023), *Implicit Variational Inference for High-Dimensional Posteriors*.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,
@@ -113,21 +113,20 @@ class LIVI_ELBO(ImplicitELBO):
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of the linearised Gaussian, for value and entropy gradient."""
-        q, noise = site.distribution, site.noise
-        scale = q.scale.expand(site.value.shape).reshape(noise.shape[:-1] + (-1,))
+        flat = flatten_site(site, self.num_particles)
         if site.linearisation is None:
-            estimate = self._smallest if self._method(q) == "smallest" else self._stochastic
-            log_det, residual = estimate(q, noise, scale)
+            is_smallest = self._method(site.distribution) == "smallest"
+            log_det, residual = self._smallest(flat) if is_smallest else self._stochastic(flat)
             self.state.memory["residual", site.name] = residual.max().detach()
         elif self.entropy == "quadratic":
             jacobian = site.linearisation.jacobian()
-            shift = (jacobian @ noise.unsqueeze(-1)).squeeze(-1)
-            residual = site.value.reshape(scale.shape) - site.linearisation.value + shift
-            log_q = linearised_log_density(residual, jacobian, scale)
+            shift = (jacobian @ flat.noise.unsqueeze(-1)).squeeze(-1)
+            residual = flat.value - site.linearisation.value + shift
+            log_q = linearised_log_density(residual, jacobian, flat.scale)
             return ScoreParts(log_q, 0, log_q)
         else:
-            log_det = covariance_log_det(site.linearisation.jacobian(), scale)
-        log_q = -0.5 * log_det - 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
+            log_det = covariance_log_det(site.linearisation.jacobian(), flat.scale)
+        log_q = -0.5 * log_det - 0.5 * flat.scale.shape[-1] * (1 + math.log(2 * math.pi))
         return ScoreParts(log_q, 0, log_q)
 
     def draw(self, q: Implicit) -> Draw:
@@ -136,8 +135,8 @@ class LIVI_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse noise that is not standard normal, and rows that depend on each other."""
-        check_standard_normal(site.name, site.distribution.noise_distribution, "LIVI")
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_standard_normal(site, "LIVI")
+        check_generator(site)
 
     @property
     def residuals(self) -> dict[str, float]:
@@ -154,15 +153,18 @@ class LIVI_ELBO(ImplicitELBO):
         small = min(event_size, noise_dim) <= ELBOS.max_exact_dim
         return "exact" if small and num_entries <= ELBOS.max_exact_entries else "stochastic"
 
-    def _smallest(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        if scale.shape[-1] < noise.shape[-1]:
+    def _smallest(self, flat: FlatSite) -> tuple[Tensor, Tensor]:
+        num_values, noise_dim = flat.value.shape[-1], flat.noise.shape[-1]
+        if num_values < noise_dim:
             raise ValueError(
-                f'log_det="smallest" needs noise_dim <= {scale.shape[-1]}, the number of values, '
-                f'but got {noise.shape[-1]}; use fewer noise dimensions or log_det="exact"'
+                f'log_det="smallest" needs noise_dim <= {num_values}, the number of values, '
+                f'but got {noise_dim}; use fewer noise dimensions or log_det="exact"'
             )
-        products = jacobian_products(_flat_generator(q), noise)
-        start = torch.randn_like(noise)
-        log_det, residual = smallest_singular_log_det(*products, scale, start, self.max_iterations)
+        products = jacobian_products(flat.generate, flat.noise)
+        start = torch.randn_like(flat.noise)
+        log_det, residual = smallest_singular_log_det(
+            *products, flat.scale, start, self.max_iterations
+        )
         if not self._warned and residual.max() > ELBOS.max_residual:
             self._warned = True
             warn_user(
@@ -172,12 +174,8 @@ class LIVI_ELBO(ImplicitELBO):
             )
         return log_det, residual
 
-    def _stochastic(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        noise = noise.expand((self.num_probes,) + noise.shape)
-        products = jacobian_products(_flat_generator(q), noise)
+    def _stochastic(self, flat: FlatSite) -> tuple[Tensor, Tensor]:
+        noise = flat.noise.expand((self.num_probes,) + flat.noise.shape)
+        products = jacobian_products(flat.generate, noise)
         probes = torch.randint_like(noise, 2) * 2 - 1
-        return stochastic_log_det(*products, scale, probes, self.max_iterations)
-
-
-def _flat_generator(q: Implicit) -> Callable[[Tensor], Tensor]:
-    return lambda noise: q.generate(noise).reshape(noise.shape[:-1] + (-1,))
+        return stochastic_log_det(*products, flat.scale, probes, self.max_iterations)

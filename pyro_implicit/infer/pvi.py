@@ -19,11 +19,16 @@ from torch.distributions import constraints
 
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.guides import AutoSemiImplicit
-from pyro_implicit.infer.engine.implicit_sites import ImplicitSite, check_generator, flatten_site
+from pyro_implicit.infer.engine.implicit_sites import (
+    ImplicitSite,
+    check_generator,
+    flatten_site,
+    mixture_score,
+    path_of_score,
+)
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
-from pyro_implicit.ops.semi_implicit import mixture_log_density
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.sites import unconstrained
 
@@ -207,7 +212,7 @@ class _ParticleMixture(AutoSemiImplicit):
         shape = self.num_particles, self.noise_dim
         self.particles = PyroParam(torch.randn_like(scale.new_empty(shape)))
 
-    def _noise(self) -> TorchDistribution:
+    def get_base_dist(self) -> TorchDistribution:
         return _Particles(self.particles)
 
 
@@ -227,19 +232,12 @@ class _MixtureELBO(ImplicitELBO):
         return Draw(noise, value + q.scale * torch.randn_like(value), None)
 
     def check_site(self, site: ImplicitSite) -> None:
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_generator(site)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         flat = flatten_site(site, self.num_particles)
         particles = site.distribution.noise_distribution.particles.detach()
         ones = (1,) * (flat.noise.dim() - 1)
         noise = particles.reshape(len(particles), *ones, -1)
-        with torch.no_grad():
-            components = flat.generate(noise)
-        with torch.enable_grad():
-            value = flat.value.detach().requires_grad_()
-            scale = flat.scale.detach()
-            log_q = mixture_log_density(value, lambda centers: centers, scale, [components])
-            (score,) = torch.autograd.grad(log_q.sum(), value)
-        log_q = log_q.detach() + (score * (flat.value - flat.value.detach())).sum(-1)
-        return ScoreParts(log_q, 0, log_q)
+        log_q, score = mixture_score(flat, [noise])
+        return path_of_score(log_q, flat, score)

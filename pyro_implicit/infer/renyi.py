@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -96,7 +96,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     4. Sobolev and Vetrov (2019), *Importance Weighted Hierarchical Variational Inference*, eq 5.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    site_types = (Implicit, SemiImplicit)
     method = "ImplicitRenyiELBO"
 
     def __init__(
@@ -137,7 +137,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             return ScoreParts(log_q, 0, log_q)
         draw = paths[site.name]
         if not isinstance(site.distribution, SemiImplicit):
-            (log_q, signs), score = exact_score(site)
+            log_q, signs, score = exact_score(site)
             note_orientation(self, site.name, signs)
         else:
             log_q, score = self.bound_and_score(site)

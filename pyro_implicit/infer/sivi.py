@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pyro.distributions.score_parts import ScoreParts
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     check_generator,
@@ -63,7 +63,7 @@ class SIVI_ELBO(ImplicitELBO):
     1. Yin and Zhou (2018), *Semi-Implicit Variational Inference*, eq 9.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SIVI_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse a generator whose rows depend on each other."""
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_generator(site)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of the mixture, for value and entropy gradient."""

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
@@ -17,6 +17,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_standard_normal,
     flatten_site,
     mixture_log_q,
+    path_of_score,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -83,7 +84,7 @@ class UIVI_ELBO(ImplicitELBO):
     1. Titsias and Ruiz (2019), *Unbiased Implicit Variational Inference*, eqs 8-11.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    site_types = (SemiImplicit,)
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class UIVI_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse noise that is not standard normal, and rows that depend on each other."""
-        check_standard_normal(site.name, site.distribution.noise_distribution, "UIVI")
-        check_generator(site.name, flatten_site(site, self.num_particles))
+        check_standard_normal(site, "UIVI")
+        check_generator(site)
 
     @property
     def acceptance(self) -> dict[str, float]:
@@ -129,8 +130,7 @@ class UIVI_ELBO(ImplicitELBO):
             if not is_trained:  # an evaluation needs no path, and the chains adapt their step size
                 return ScoreParts(log_q, 0, log_q)
             score = self._score(site.name, flat)
-        path = (score * (flat.value - flat.value.detach())).sum(-1)
-        return ScoreParts(log_q + path, 0, log_q + path)
+        return path_of_score(log_q, flat, score)
 
     def _score(self, name: str, flat: FlatSite) -> Tensor:
 

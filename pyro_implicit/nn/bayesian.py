@@ -133,11 +133,6 @@ def to_bayesian_(
             if priors[name] is not None and not is_named:
                 _refuse_hidden_meaning(prefix, owner)
     refuse_unknown_keys(prior, list(priors))
-    scaled = {
-        name
-        for parameter, name in names.items()
-        if parameter.dim() > 1 and _for_name(prior, name) == "hierarchical"
-    }
 
     to_pyro_module_(module)
     for prefix, owner in module.named_modules():
@@ -148,7 +143,7 @@ def to_bayesian_(
                 owner.register_buffer(local, parameter.detach().clone())
             elif (distribution := priors[name]) is not None:
                 start = parameter.detach().clone()
-                if name in scaled:
+                if parameter.dim() > 1 and _for_name(prior, name) == "hierarchical":
                     _put_scaled(owner, local, distribution, start)
                 else:
                     _put(owner, local, distribution, start)

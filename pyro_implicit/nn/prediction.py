@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -268,7 +269,7 @@ class PosteriorDraws:
             self._take = posterior.take
         elif isinstance(posterior, Mapping):
             stored = len(StoredDraws(posterior).samples[next(iter(posterior))])
-            self._take = lambda rows: {name: value[rows] for name, value in posterior.items()}
+            self._take = partial(_rows_of, posterior)
         elif not callable(posterior):
             raise TypeError(
                 "a posterior must be a guide, a dict of draws by site, or what fit, refine or MCMC "
@@ -281,16 +282,17 @@ class PosteriorDraws:
                 "it once, guide(x, y)"
             )
         self.num_samples = min(num_samples, stored)
-        self._rows = torch.linspace(0, stored - 1, self.num_samples).round().long()
+        rows = torch.linspace(0, stored - 1, self.num_samples, device="cpu")  # index any device
+        self._rows = rows.round().long()
         self._guide, self._args = posterior, args
         self._seed = int(torch.randint(2**31, ()))
         first = next(self._made())
         #: One draw, by site.
         self.example = {name: value[0] for name, value in first.items()}
-        self._kept: Draws | None = None
         if self._take is None and self.num_samples * self.draw_size <= MAX_ENTRIES:
             parts = list(self._made())
-            self._kept = {name: torch.cat([part[name] for part in parts]) for name in first}
+            kept = {name: torch.cat([part[name] for part in parts]) for name in first}
+            self._take = partial(_rows_of, kept)
 
     @property
     def draw_size(self) -> int:
@@ -302,11 +304,11 @@ class PosteriorDraws:
         """Yield all draws by site, ``(n, *site_shape)`` with at most ``size`` draws at a time."""
         if self._take is not None:
             yield from map(self._take, self._rows.split(size))
-        else:
-            for made in [self._kept] if self._kept is not None else self._made():
-                parts = {name: value.split(size) for name, value in made.items()}
-                for index in range(len(next(iter(parts.values())))):
-                    yield {name: part[index] for name, part in parts.items()}
+            return
+        for made in self._made():
+            number = len(next(iter(made.values())))
+            for rows in torch.arange(number, device="cpu").split(size):
+                yield _rows_of(made, rows)
 
     def _made(self) -> Iterator[Draws]:
         """Yield a few draws at a time, the same in each pass."""
@@ -317,6 +319,10 @@ class PosteriorDraws:
             with seeded(self._seed + index):
                 found = draw(self._guide, len(rows), *self._args)
             yield found
+
+
+def _rows_of(draws: Mapping[str, Tensor], rows: Tensor) -> Draws:
+    return {name: value[rows] for name, value in draws.items()}
 
 
 class FunctionValues:
@@ -367,10 +373,8 @@ class FunctionValues:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def __str__(self) -> str:
-        number = f"{len(self.x)}" + (
-            f" of {self.num_given}" if len(self.x) < self.num_given else ""
-        )
-        return f"predictions at {number} inputs"
+        of_all = f" of {self.num_given}" if len(self.x) < self.num_given else ""
+        return f"predictions at {len(self.x)}{of_all} inputs"
 
 
 def _value(trace: Trace, site: str) -> dict[str, Tensor]:

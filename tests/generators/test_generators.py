@@ -20,6 +20,7 @@ from pyro_implicit.generators import (
     GatedMLP,
     GatedResidualGenerator,
     Generator,
+    NoisyEncoder,
     ResidualGenerator,
 )
 from pyro_implicit.generators.base import ACTIVATIONS
@@ -43,6 +44,7 @@ ALL = {
     "gated residual context": lambda: GatedResidualGenerator(5, 2, (8, 7), context_dim=2),
     "autoregressive": lambda: AutoregressiveGenerator(4, (8, 7)),
     "autoregressive context": lambda: AutoregressiveGenerator(4, (8, 7), context_dim=2),
+    "encoder context": lambda: NoisyEncoder(2, 5, (8, 7), "silu"),
     "mmnn": lambda: MMNN((2, 3), ((4, 5), (3, 4)), (3, 4), output_dim=10),
     "mmnn linear": lambda: MMNN((2, 3), (), (3, 4)),
     "correlated": lambda: CorrelatedMMNN([5, 1, 12], (2, 3), ((4, 5), (4, 6)), ((3, 4),)),
@@ -246,6 +248,8 @@ def test_errors_of_the_sizes():
         MLP(3, 3, context_dim=-2)
     with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
         GatedMLP(3, 3, activation="gelu")
+    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
+        AutoregressiveGenerator(3, activation="gelu")
 
 
 def test_sizes_are_shown():

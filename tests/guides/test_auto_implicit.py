@@ -232,28 +232,6 @@ def test_auto_guide_list_shares_plates_and_summaries():
     assert guide.quantiles([0.1, 0.9])["z"].shape == (2, 2, 4)
 
 
-def test_create_plates():
-    made = []
-
-    def create_plates():
-        made.append(pyro.plate("outer", 2, dim=-2))
-        return made[-1]
-
-    guide = AutoSemiImplicit(model, create_plates=create_plates)
-    guide()
-    before = len(made)
-    guide()
-    assert len(made) == before + 1 == 3
-
-
-def test_discrete_latent_names_the_site():
-    def discrete():
-        pyro.sample("k", dist.Poisson(0.5))
-
-    with pytest.raises(ValueError, match="'k'"):
-        AutoSemiImplicit(discrete)()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_an_impossible_start_gives_place_to_another(seed):
     def model():
@@ -357,8 +335,6 @@ def test_any_number_is_a_noise_scale(noise_scale):
 def test_bad_frames():
     with pytest.raises(ValueError, match="frame must be a Gaussian autoguide.*AutoIAFNormal"):
         AutoSemiImplicit(model, frame=AutoIAFNormal(model))()
-    with pytest.raises(ValueError, match="AutoDelta"):
-        AutoSemiImplicit(model, frame=AutoDelta(model))()
     with pytest.raises(ValueError, match="covers the sites"):
         part = poutine.block(model, hide=["z"])
         AutoSemiImplicit(model, frame=AutoNormal(part))()

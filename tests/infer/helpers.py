@@ -6,6 +6,7 @@ The tests run in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pyro
@@ -16,12 +17,59 @@ from pyro.infer.autoguide import init_to_mean
 from pyro.optim import ClippedAdam
 from torch import Tensor, nn
 
-from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator, SemiImplicit
+from pyro_implicit import (
+    AutoImplicit,
+    AutoSemiImplicit,
+    Implicit,
+    ResidualGenerator,
+    SemiImplicit,
+)
+from pyro_implicit.infer import ImplicitELBO, ImplicitSite
 
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 PRECISION_3D = torch.tensor(
     [[1.5, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 0.8]], dtype=torch.float64
 )
+
+
+def drawn(q: Implicit) -> ImplicitSite:
+    """A site without model or guide."""
+    noise, value, _ = q.draw()
+    return ImplicitSite("x", q, noise, value, value)
+
+
+def linear(*batch_shape: int) -> SemiImplicit:
+    """theta = A z + b + s eta in three dimensions, with learnable s."""
+    scale = torch.tensor([0.4, 0.6, 0.8], requires_grad=True)
+    return SemiImplicit(nn.Linear(2, 3), 2, scale).expand(batch_shape)
+
+
+def gaussian(q: SemiImplicit) -> dist.MultivariateNormal:
+    """The exact distribution of a `linear` one."""
+    weight, bias = q.generator.weight, q.generator.bias
+    return dist.MultivariateNormal(bias, weight @ weight.T + q.scale.square().diag())
+
+
+def entropy_of(scale: float, dim: int = 1) -> float:
+    """The entropy of a Gaussian."""
+    return dim * (0.5 * math.log(2 * math.pi * math.e) + math.log(scale))
+
+
+def check_gradient_of_the_entropy(elbo: ImplicitELBO, q: SemiImplicit, num_unsettled: int) -> None:
+    """Compare the mean gradient of 35 steps with that of the exact entropy of a `linear` q."""
+    inputs = [q.scale, *q.generator.parameters()]
+    exact = torch.autograd.grad(gaussian(q).entropy(), inputs, materialize_grads=True)
+    rounds = []
+    for _ in range(num_unsettled + 35):
+        parts = elbo.score_parts(drawn(q), None)
+        assert parts.score_function == 0
+        gradients = torch.autograd.grad(-parts.entropy_term.mean(), inputs)
+        rounds.append(torch.cat([g.flatten() for g in gradients]))
+    rounds = torch.stack(rounds[num_unsettled:])
+    error = rounds.mean(0) - torch.cat([g.flatten() for g in exact])
+    standard_error = rounds.std(0) / 35**0.5
+    assert (error.abs() < 4 * standard_error).all()
+    assert standard_error.max() < 0.02
 
 
 def quartic(x: Tensor) -> Tensor:

@@ -17,24 +17,9 @@ from pyro_implicit import AISIVI_ELBO, AutoSemiImplicit, SemiImplicit
 from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.infer import ReverseConditional
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
+from tests.infer.helpers import check_gradient_of_the_entropy, drawn, gaussian, linear
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def draw(q: SemiImplicit) -> ImplicitSite:
-    noise, value, _ = q.draw()
-    return ImplicitSite("x", q, noise, value, value)
-
-
-def linear(batch_shape: tuple[int, ...]) -> SemiImplicit:
-    """theta = A z + b + s eta in three dimensions, with learnable s."""
-    scale = torch.tensor([0.4, 0.6, 0.8], requires_grad=True)
-    return SemiImplicit(nn.Linear(2, 3), 2, scale).expand(batch_shape)
-
-
-def gaussian(q: SemiImplicit) -> MultivariateNormal:
-    weight, bias = q.generator.weight, q.generator.bias
-    return MultivariateNormal(bias, weight @ weight.T + q.scale.square().diag())
 
 
 class Exact(nn.Module):
@@ -92,8 +77,8 @@ def test_density_of_the_flow_is_that_of_its_draws(num_couplings):
 
 @pytest.mark.parametrize("plates", [(), (2,)])
 def test_value_is_exact_with_the_exact_reverse_conditional(plates):
-    q = linear((5, *plates))
-    site = draw(q)
+    q = linear(5, *plates)
+    site = drawn(q)
     elbo = elbo_of(q, 4)
     parts = elbo.score_parts(site, None)
     torch.testing.assert_close(parts.log_prob, gaussian(q).log_prob(site.value))
@@ -102,8 +87,8 @@ def test_value_is_exact_with_the_exact_reverse_conditional(plates):
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
 def test_score_is_that_of_the_marginal(factor):
-    q = linear((6,))
-    value = draw(q).value.detach().requires_grad_()
+    q = linear(6)
+    value = drawn(q).value.detach().requires_grad_()
     noise = torch.zeros(6, 2)
     site = ImplicitSite("x", q, noise, value, value)
     elbo = elbo_of(q, 40_000, factor)
@@ -119,7 +104,7 @@ def test_score_is_that_of_the_marginal(factor):
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_mean_of_the_score_is_exact_for_a_wrong_proposal(num_samples):
     """The noise behind the draw is an exact draw of q(z | theta), which a transition keeps."""
-    q = linear((60_000,))
+    q = linear(60_000)
     point = torch.tensor([0.5, -1.0, 1.5])
     noise, _ = Exact(q, 1.0, 2, 3).sample(60_000, point)
     value = point.expand(60_000, 3).clone().requires_grad_()
@@ -136,22 +121,8 @@ def test_mean_of_the_score_is_exact_for_a_wrong_proposal(num_samples):
 
 
 def test_gradient_is_that_of_the_exact_entropy():
-    q = linear((500,))
-    inputs = [q.scale, *q.generator.parameters()]
-    exact = torch.autograd.grad(gaussian(q).entropy(), inputs, allow_unused=True)
-    expected = [0 * x if g is None else g for x, g in zip(inputs, exact, strict=True)]
-    elbo = elbo_of(q, 40)
-    rounds = []
-    for _ in range(35):
-        parts = elbo.score_parts(draw(q), None)
-        assert parts.score_function == 0
-        gradients = torch.autograd.grad(-parts.entropy_term.mean(), inputs)
-        rounds.append(torch.cat([g.flatten() for g in gradients]))
-    rounds = torch.stack(rounds)
-    error = rounds.mean(0) - torch.cat([g.flatten() for g in expected])
-    standard_error = rounds.std(0) / 35**0.5
-    assert (error.abs() < 4 * standard_error).all()
-    assert standard_error.max() < 0.02
+    q = linear(500)
+    check_gradient_of_the_entropy(elbo_of(q, 40), q, num_unsettled=0)
 
 
 @pytest.mark.parametrize("num_couplings", [0, 2])
@@ -162,7 +133,7 @@ def test_the_proposal_learns_the_reverse_conditional(num_couplings):
     elbo = AISIVI_ELBO(100, 50, make, proposal_optim={"lr": 2e-2}, proposal_steps=2)
     sizes = []
     for _ in range(80):
-        elbo.score_parts(draw(q), None)
+        elbo.score_parts(drawn(q), None)
         sizes.append(elbo.effective_sizes["x"])
     assert sum(sizes[-10:]) > 1.05 * sum(sizes[:10])
     assert sum(sizes[-10:]) / 10 > 22
@@ -190,7 +161,7 @@ def test_context_enters_the_proposal_and_no_gradient_reaches_its_parameters():
     context = torch.linspace(-3, 3, 5).unsqueeze(-1)
     scale = torch.linspace(0.6, 1.0, 5).unsqueeze(-1)
     q = SemiImplicit(lambda z, c: z + c, 1, scale, context).expand((8, 5))
-    site = draw(q)
+    site = drawn(q)
     elbo = AISIVI_ELBO(8, 2000)
     value = site.value.detach().requires_grad_()
     site = ImplicitSite("x", q, site.noise, value, value)

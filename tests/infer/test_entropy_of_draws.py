@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pyro
 import pyro.distributions as dist
@@ -13,9 +12,8 @@ import torch
 from torch import nn
 
 from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit, Implicit
-from pyro_implicit.infer import ImplicitSite
 from pyro_implicit.infer.estimated_score import ScoreELBO
-from tests.infer.helpers import fit
+from tests.infer.helpers import drawn, entropy_of, fit
 
 ELBOS = {
     "KIVI": KIVI_ELBO,
@@ -23,10 +21,6 @@ ELBOS = {
     "stein": lambda num_particles, **options: ScoreELBO(num_particles, "stein", **options),
 }
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.parametrize("name", ELBOS)]
-
-
-def entropy_of(scale, dim=1):
-    return dim * (0.5 * math.log(2 * math.pi * math.e) + math.log(scale))
 
 
 def test_one_likelihood_particle_against_many_of_the_entropy(name):
@@ -141,9 +135,7 @@ def test_finds_both_modes(name):
 
 def test_full_covariance_wants_enough_draws_of_enough_noise(name):
     def entropy(q, **options):
-        noise, value, _ = q.draw()
-        elbo = ELBOS[name](4, covariance="full", **options)
-        elbo.score_parts(ImplicitSite("x", q, noise, value, value), None)
+        ELBOS[name](4, covariance="full", **options).score_parts(drawn(q), None)
 
     with pytest.raises(ValueError, match=r"site 'x' has 9 dimensions.*8 draws. Cure:.*at least 10"):
         entropy(Implicit(MLP(3, 9), 3).expand([4]), num_entropy_particles=5)

@@ -11,29 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_implicit import MLP, Implicit, SemiImplicit
-from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
+from pyro_implicit import MLP, Implicit
 from pyro_implicit.infer.estimated_score import ScoreELBO
 from pyro_implicit.ops.score_estimators import spectral_score, stein_score
+from tests.infer.helpers import drawn
 
 pytestmark = pytest.mark.usefixtures("double")
 
 WEIGHT = torch.tensor([[1.0, 0.3], [-0.5, 2.0]], dtype=torch.float64)
 
 
-def drawn(q):
-    noise, value, _ = q.draw()
-    return ImplicitSite("x", q, noise, value, value)
-
-
 def linear_generator():
     generator = nn.Linear(2, 2)
     generator.weight.data.copy_(WEIGHT)
     return generator
-
-
-def entropy_of(scale, dim=1):
-    return dim * (0.5 * math.log(2 * math.pi * math.e) + math.log(scale))
 
 
 @pytest.mark.parametrize(
@@ -108,38 +99,6 @@ def test_value_is_the_entropy_of_the_moments(covariance, bound):
     assert parts.log_prob.shape == parts.entropy_term.shape == (5000,)
     assert not parts.log_prob.requires_grad
     assert parts.score_function == 0
-
-
-@pytest.mark.parametrize(
-    ("q", "expected"),
-    [
-        (Implicit(MLP(3, 3), 3), "full"),
-        (Implicit(MLP(3, 4), 3), "diagonal"),  # on a surface
-        (SemiImplicit(MLP(3, 4), 3, 0.1), "full"),  # with noise around it
-        (SemiImplicit(MLP(3, 6), 3, 0.1), "diagonal"),  # too few draws
-    ],
-)
-def test_automatic_covariance(q, expected):
-    site = drawn(q.expand([10]))
-    automatic, chosen = (
-        ScoreELBO(10, num_entropy_particles=10, covariance=c).score_parts(site, None)
-        for c in ("auto", expected)
-    )
-    assert automatic.log_prob.equal(chosen.log_prob)
-    assert automatic.entropy_term.equal(chosen.entropy_term)
-
-
-@pytest.mark.parametrize(
-    ("num_particles", "plates", "shape"),
-    [(1, (), (20, 2)), (4, (), (20, 2)), (4, (3, 1), (3, 1, 20, 2)), (30, (), (30, 2))],
-)
-def test_entropy_has_particles_of_its_own(num_particles, plates, shape):
-    particles = (num_particles,) if num_particles > 1 else ()
-    seen = []
-    elbo = ScoreELBO(num_particles, lambda x: seen.append(x.shape) or -x, num_entropy_particles=20)
-    site = drawn(Implicit(MLP(3, 2), 3).expand(particles + plates))
-    assert elbo.score_parts(site, None).entropy_term.shape == particles + plates
-    assert seen == [shape]
 
 
 def test_estimators_have_to_return_a_score_for_each_draw():

@@ -3,28 +3,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
 from pyro_implicit import KIVI_ELBO, MLP, Implicit, SemiImplicit
-from pyro_implicit.infer import ImplicitSite
-from pyro_implicit.ops import adaptive_log_density, rbf_kernel
-from tests.infer.helpers import fit
+from pyro_implicit.ops import adaptive_log_density
+from tests.infer.helpers import drawn, entropy_of, fit
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def drawn(q):
-    noise, value, _ = q.draw()
-    return ImplicitSite("x", q, noise, value, value)
-
-
-def entropy_of(scale, dim=1):
-    return dim * (0.5 * math.log(2 * math.pi * math.e) + math.log(scale))
 
 
 def test_score_parts_is_the_equation():
@@ -38,56 +26,6 @@ def test_score_parts_is_the_equation():
     torch.testing.assert_close(parts.log_prob, expected.expand(6))
     assert parts.entropy_term.equal(parts.log_prob)
     assert parts.score_function == 0
-
-
-@pytest.mark.parametrize(
-    ("q", "expected"),
-    [
-        (Implicit(MLP(3, 3), 3), "full"),
-        (Implicit(MLP(3, 4), 3), "diagonal"),  # on a surface
-        (SemiImplicit(MLP(3, 4), 3, 0.1), "full"),  # with noise around it
-        (SemiImplicit(MLP(3, 6), 3, 0.1), "diagonal"),  # too few draws
-    ],
-)
-def test_automatic_covariance(q, expected):
-    site = drawn(q.expand([10]))
-    log_q = []
-    for covariance in ("auto", "diagonal", "full"):
-        pyro.set_rng_seed(0)
-        elbo = KIVI_ELBO(10, 10, covariance=covariance)
-        try:
-            log_q.append(elbo.score_parts(site, None).log_prob)
-        except ValueError:
-            log_q.append(torch.zeros(10))
-    assert log_q[0].equal(log_q[1]) == (expected == "diagonal")
-    assert log_q[0].equal(log_q[2]) == (expected == "full")
-
-
-class Spy:
-    """A kernel that notes the shapes of the points at which it is evaluated."""
-
-    def __init__(self):
-        self.shapes = set()
-
-    def __call__(self, x, y, bandwidth):
-        self.shapes.add((tuple(x.shape), tuple(y.shape)))
-        return rbf_kernel(x, y, bandwidth)
-
-
-@pytest.mark.parametrize(
-    ("num_particles", "plates", "shape"),
-    [(1, (), (20, 2)), (4, (), (20, 2)), (4, (3, 1), (3, 1, 20, 2)), (30, (), (30, 2))],
-)
-def test_entropy_has_particles_of_its_own(num_particles, plates, shape):
-    particles = (num_particles,) if num_particles > 1 else ()
-    kernel = Spy()
-    elbo = KIVI_ELBO(num_particles, 20, 7, kernel=kernel)
-    site = drawn(Implicit(MLP(3, 2), 3).expand(particles + plates))
-    log_q = elbo.score_parts(site, None).log_prob
-    assert log_q.shape == particles + plates
-    centers = plates + (shape[-2] + 7, 2)
-    assert (shape, centers) in kernel.shapes
-    assert all(y == centers for _, y in kernel.shapes)
 
 
 @pytest.mark.parametrize("semi", [False, True])

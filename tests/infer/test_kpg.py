@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_implicit import KPG_ELBO, MLP, SIVI_ELBO, SemiImplicit
+from pyro_implicit import KPG_ELBO, MLP, SemiImplicit
 from pyro_implicit.infer import ReverseConditional, kpg
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.ops import imq_kernel, particle_bandwidth, rbf_kernel
@@ -79,9 +79,9 @@ def test_velocity_at_given_draws_is_that_of_quadrature(num_samples, monkeypatch)
     q = SemiImplicit(lambda z: 0.5 + 0.6 * z, 1, torch.tensor([0.8])).expand((count,))
     fixed = torch.tensor([-1.0, 1.5]).repeat(count // 2).unsqueeze(-1)
 
-    def given_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
+    def given_batch(site: ImplicitSite) -> ImplicitSite:
         draw = fixed.clone().requires_grad_()
-        return ImplicitSite("x", q, torch.zeros(count, 1), draw.detach(), draw, (), 0.0), draw
+        return ImplicitSite("x", q, torch.zeros(count, 1), draw.detach(), draw, (), 0.0)
 
     monkeypatch.setattr(kpg, "second_batch", given_batch)
     monkeypatch.setattr(kpg, "particle_bandwidth", lambda target: torch.tensor(width))
@@ -118,15 +118,6 @@ def leaves(tensor: Tensor) -> list[Tensor]:
             found.append(node.variable)
         nodes += [after for after, _ in node.next_functions if after is not None]
     return found
-
-
-def test_value_is_the_surrogate_bound():
-    guide, losses = FramedGuide(), []
-    for elbo in (KPG_ELBO(6), SIVI_ELBO(6)):
-        elbo.loss(model, guide)
-        pyro.set_rng_seed(1)
-        losses.append(elbo.loss(model, guide))
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("num_samples", [0, 10])

@@ -3,45 +3,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import MultivariateNormal
 
-from pyro_implicit import MLP, Implicit, SemiImplicit
+from pyro_implicit import HSIVI_ELBO, KPG_ELBO, KSIVI_ELBO, MLP, Implicit, SemiImplicit
+from pyro_implicit.infer import LayeredGenerator
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite, flatten_site, mixing_noise
 from pyro_implicit.infer.sivi import SIVI_ELBO
+from tests.infer.helpers import FramedGuide, drawn, gaussian, linear, quartic_model
 
-DOUBLE = torch.double
-
-
-def draw(q: SemiImplicit) -> ImplicitSite:
-    noise, value, _ = q.draw()
-    return ImplicitSite("x", q, noise, value, value)
-
-
-def linear(batch_shape: tuple[int, ...]) -> SemiImplicit:
-    """theta = A z + b + s eta in three dimensions."""
-    scale = torch.full((3,), 0.4, dtype=DOUBLE)
-    return SemiImplicit(nn.Linear(2, 3, dtype=DOUBLE), 2, scale).expand(batch_shape)
-
-
-def gaussian(q: SemiImplicit) -> MultivariateNormal:
-    weight, bias = q.generator.weight, q.generator.bias
-    return MultivariateNormal(bias, weight @ weight.T + q.scale.square().diag())
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def test_surrogate_falls_to_the_exact_density():
     """E log q of the surrogate lies above the exact one, the more so the fewer the noises."""
-    q = linear((100,))
+    q = linear(100)
     gaps = []
     for num_mixing in (1, 5, 50, 2000):
         elbo = SIVI_ELBO(100, num_mixing)
         rounds = []
         for _ in range(30):
-            site = draw(q)
+            site = drawn(q)
             surrogate = elbo.score_parts(site, None).log_prob
             rounds.append((surrogate - gaussian(q).log_prob(site.value)).mean())
         rounds = torch.stack(rounds).detach()
@@ -56,14 +43,14 @@ def test_surrogate_falls_to_the_exact_density():
 @pytest.mark.parametrize("conditioned", [None, "data", "particles"])
 def test_value_and_gradient_are_those_of_the_mixture(conditioned, num_particles):
     """Own noise and fresh ones of five local latents, each with a context and a scale."""
-    encoder = MLP(2, 3, (6,), context_dim=2 * bool(conditioned)).double()
+    encoder = MLP(2, 3, (6,), context_dim=2 * bool(conditioned))
     particles = (num_particles,) * (num_particles > 1)
     context = None
     if conditioned:
         shape = (*particles, 5, 2) if conditioned == "particles" else (5, 2)
-        context = torch.randn(shape, dtype=DOUBLE, requires_grad=True)
-    scale = (0.3 + torch.rand(3, dtype=DOUBLE)).requires_grad_()
-    site = draw(SemiImplicit(encoder, 2, scale, context).expand((*particles, 5)))
+        context = torch.randn(shape, requires_grad=True)
+    scale = (0.3 + torch.rand(3)).requires_grad_()
+    site = drawn(SemiImplicit(encoder, 2, scale, context).expand((*particles, 5)))
     torch.manual_seed(3)
     parts = SIVI_ELBO(num_particles, 7).score_parts(site, None)
     assert parts.entropy_term is parts.log_prob and parts.score_function == 0
@@ -98,7 +85,7 @@ class Spy(nn.Linear):
 def test_fresh_noise_is_shared_by_particles_and_comes_in_chunks(context):
     generator = Spy(2, 3)
     context = torch.randn(5, 3) if context else None
-    site = draw(SemiImplicit(generator, 2, 0.5, context).expand((4, 5)))
+    site = drawn(SemiImplicit(generator, 2, 0.5, context).expand((4, 5)))
     elbo = SIVI_ELBO(4, 10, chunk_size=4)
     elbo.score_parts(site, None)
     generator.shapes = []
@@ -108,10 +95,10 @@ def test_fresh_noise_is_shared_by_particles_and_comes_in_chunks(context):
 
 
 def test_matrix_values():
-    flat = nn.Linear(4, 6, dtype=DOUBLE)
-    scale = 0.3 + torch.rand(2, 3, dtype=DOUBLE)
+    flat = nn.Linear(4, 6)
+    scale = 0.3 + torch.rand(2, 3)
     matrix = nn.Sequential(flat, nn.Unflatten(-1, (2, 3)))
-    site = draw(SemiImplicit(matrix, 4, scale).expand((5,)))
+    site = drawn(SemiImplicit(matrix, 4, scale).expand((5,)))
     same = SemiImplicit(flat, 4, scale.flatten()).expand((5,))
     torch.manual_seed(0)
     found = SIVI_ELBO(5, 8).score_parts(site, None).log_prob
@@ -135,7 +122,7 @@ class Centre(nn.Module):
 )
 def test_generator_that_is_no_function_of_its_noise(layer, match):
     generator = nn.Sequential(nn.Linear(2, 4), layer, nn.Linear(4, 3))
-    site = draw(SemiImplicit(generator, 2, 0.5).expand((8,)))
+    site = drawn(SemiImplicit(generator, 2, 0.5).expand((8,)))
     with pytest.raises(ValueError, match=f"site 'x' .*{match}.*Cure: call generator.eval()"):
         SIVI_ELBO(8).check_site(site)
     generator.eval()
@@ -156,3 +143,20 @@ def test_refusals():
 
     with pytest.raises(ValueError, match="SIVI_ELBO cannot train site 'x'.*Cure"):
         SIVI_ELBO().loss(model, guide)
+
+
+@pytest.mark.parametrize("make", [KSIVI_ELBO, KPG_ELBO, HSIVI_ELBO])
+def test_methods_that_match_scores_report_the_surrogate(make):
+    guide = FramedGuide(LayeredGenerator([MLP(2, 2), MLP(2, 2)]) if make is HSIVI_ELBO else None)
+    elbo, surrogate = make(6), SIVI_ELBO(6)
+
+    def value(loss: Callable) -> float:
+        pyro.set_rng_seed(1)
+        return loss(quartic_model, guide)
+
+    for one in (elbo, surrogate):  # the first step draws for its checks
+        one.loss(quartic_model, guide)
+    expected = value(surrogate.loss)
+    assert value(elbo.loss) == expected
+    if make is KSIVI_ELBO:  # in training, the others show other draws to the model
+        assert value(elbo.loss_and_grads) == expected

@@ -9,32 +9,15 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import MultivariateNormal
 
 from pyro_implicit import SemiImplicit
 from pyro_implicit.infer import uivi
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.infer.uivi import UIVI_ELBO
+from tests.infer.helpers import check_gradient_of_the_entropy, drawn, gaussian, linear
 
-DOUBLE = torch.double
-
-
-def draw(q: SemiImplicit) -> ImplicitSite:
-    noise, value, _ = q.draw()
-    return ImplicitSite("x", q, noise, value, value)
-
-
-def linear(batch_shape: tuple[int, ...]) -> SemiImplicit:
-    """theta = A z + b + s eta in three dimensions, with learnable s."""
-    generator = nn.Linear(2, 3, dtype=DOUBLE)
-    scale = torch.tensor([0.4, 0.6, 0.8], dtype=DOUBLE, requires_grad=True)
-    return SemiImplicit(generator, 2, scale).expand(batch_shape)
-
-
-def gaussian(q: SemiImplicit) -> MultivariateNormal:
-    weight, bias = q.generator.weight, q.generator.bias
-    return MultivariateNormal(bias, weight @ weight.T + q.scale.square().diag())
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def score_of(site: ImplicitSite, **options) -> Tensor:
@@ -50,8 +33,8 @@ def score_of(site: ImplicitSite, **options) -> Tensor:
 def test_score_is_that_of_the_marginal(plates):
     """Averaged over many draws of z: against the exact score of the same theta."""
     torch.manual_seed(1)
-    q = linear((20, *plates))
-    site = draw(q)
+    q = linear(20, *plates)
+    site = drawn(q)
     found = score_of(site, num_burnin=20, num_samples=400)
     precision = gaussian(q).precision_matrix
     expected = -((site.value - q.generator.bias) @ precision).detach()
@@ -60,33 +43,17 @@ def test_score_is_that_of_the_marginal(plates):
 
 def test_score_of_each_plate_element_in_its_own_context():
     """theta = c + z + s eta: the score is (c - theta) / (1 + s^2) with s and c of the element."""
-    context = torch.linspace(-3, 3, 5, dtype=DOUBLE).unsqueeze(-1)
-    scale = torch.linspace(0.6, 1.0, 5, dtype=DOUBLE)
+    context = torch.linspace(-3, 3, 5).unsqueeze(-1)
+    scale = torch.linspace(0.6, 1.0, 5)
     q = SemiImplicit(lambda z, c: (z + c).squeeze(-1), 1, scale, context)
-    site = draw(q.expand((8, 5)))
+    site = drawn(q.expand((8, 5)))
     found = score_of(site, num_samples=400)
     expected = (context.squeeze(-1) - site.value) / (1 + scale.square())
     torch.testing.assert_close(found, expected, rtol=0, atol=0.25)
 
 
 def test_gradient_is_that_of_the_exact_entropy():
-    q = linear((500,))
-    inputs = [q.scale, *q.generator.parameters()]
-    exact = torch.autograd.grad(gaussian(q).entropy(), inputs, allow_unused=True)
-    expected = [0 * x if g is None else g for x, g in zip(inputs, exact, strict=True)]
-    elbo = UIVI_ELBO(500, num_burnin=10)
-    rounds = []
-    for _ in range(40):
-        parts = elbo.score_parts(draw(q), None)
-        assert parts.score_function == 0
-        entropy = -parts.entropy_term.mean()
-        gradients = torch.autograd.grad(entropy, inputs)
-        rounds.append(torch.cat([g.flatten() for g in gradients]))
-    rounds = torch.stack(rounds[5:])  # after the step size has settled
-    error = rounds.mean(0) - torch.cat([g.flatten() for g in expected])
-    standard_error = rounds.std(0) / 35**0.5
-    assert (error.abs() < 4 * standard_error).all()
-    assert standard_error.max() < 0.02
+    check_gradient_of_the_entropy(UIVI_ELBO(500, num_burnin=10), linear(500), num_unsettled=5)
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0])
@@ -96,7 +63,7 @@ def test_acceptance_adapts_to_the_target(target, scale):
     q = SemiImplicit(nn.Linear(4, 6), 4, scale).expand((20,))
     rates = []
     for _ in range(40):
-        elbo.score_parts(draw(q), None)
+        elbo.score_parts(drawn(q), None)
         rates.append(elbo.acceptance["x"])
     assert sum(rates[15:]) / 25 == pytest.approx(target, abs=0.03)
     assert elbo.step_sizes["x"] != ELBOS.initial_step_size
@@ -107,17 +74,17 @@ def test_a_step_size_that_diverges_recovers(monkeypatch):
     monkeypatch.setattr(uivi, "ELBOS", replace(ELBOS, initial_step_size=1e6))
     q = SemiImplicit(lambda z: z.sinh(), 3, 0.1).expand((20,))
     for _ in range(20):
-        parts = elbo.score_parts(draw(q), None)
+        parts = elbo.score_parts(drawn(q), None)
         assert parts.entropy_term.isfinite().all()
     assert elbo.acceptance["x"] > 0.6
 
 
 def test_value_is_the_surrogate_bound():
-    q = linear((200,))
+    q = linear(200)
     elbo = UIVI_ELBO(200, num_burnin=0, num_samples=1, num_mixing=2000)
     gaps = []
     for _ in range(10):
-        site = draw(q)
+        site = drawn(q)
         parts = elbo.score_parts(site, None)
         assert parts.log_prob.equal(parts.entropy_term)
         gaps.append((parts.log_prob - gaussian(q).log_prob(site.value)).mean().item())
@@ -125,7 +92,7 @@ def test_value_is_the_surrogate_bound():
 
 
 def test_works_without_gradients_and_makes_none():
-    site = draw(linear((6,)))
+    site = drawn(linear(6))
     torch.manual_seed(1)
     expected = UIVI_ELBO(6).score_parts(site, None).log_prob
     torch.manual_seed(1)
@@ -137,7 +104,7 @@ def test_works_without_gradients_and_makes_none():
 
 
 def test_an_evaluation_moves_no_chain():
-    elbo, site = UIVI_ELBO(6), draw(linear((6,)))
+    elbo, site = UIVI_ELBO(6), drawn(linear(6))
     elbo.score_parts(site, None)
     before = elbo.step_sizes
     with torch.no_grad():
@@ -148,18 +115,21 @@ def test_an_evaluation_moves_no_chain():
 
 @pytest.mark.parametrize(
     "noise",
-    [dist.Normal(torch.ones(2, dtype=DOUBLE), 1.0), dist.Laplace(torch.zeros(2, dtype=DOUBLE), 1)],
+    [
+        dist.Normal(torch.ones(2).double(), 1.0),
+        dist.Laplace(torch.zeros(2).double(), 1.0),
+    ],
 )
 def test_other_noise_is_refused(noise):
-    q = SemiImplicit(nn.Linear(2, 3, dtype=DOUBLE), noise.to_event(1), 0.5)
+    q = SemiImplicit(nn.Linear(2, 3), noise.to_event(1), 0.5)
     with pytest.raises(ValueError, match="UIVI needs standard normal noise.*site 'x'.*Cure.*=2"):
-        UIVI_ELBO(1).check_site(draw(q))
+        UIVI_ELBO(1).check_site(drawn(q))
 
 
 def test_a_generator_with_dropout_is_refused():
     q = SemiImplicit(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)), 2, 0.5)
     with pytest.raises(ValueError, match="site 'x' draws randomness.*Cure"):
-        UIVI_ELBO(1).check_site(draw(q))
+        UIVI_ELBO(1).check_site(drawn(q))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from pyro_implicit.ops.semi_implicit import mixture_log_density
 
 __all__ = [
     "PARTICLE_PLATE",
-    "ExactDensity",
     "FlatSite",
     "ImplicitSite",
     "ParticleWeights",
@@ -37,15 +37,15 @@ __all__ = [
     "flatten_site",
     "mixing_noise",
     "mixture_log_q",
+    "mixture_score",
     "moments_log_q",
     "particles_first",
     "particles_inside",
+    "path_of_score",
     "path_term",
-    "pool_particles",
     "second_batch",
     "send_gradient",
     "send_gradients",
-    "send_kernel_mean",
     "site_draws",
     "site_linearisation",
     "split_elements",
@@ -131,19 +131,30 @@ class ImplicitSite:
 class FlatSite(NamedTuple):
     """A semi-implicit site with vectors for values.
 
-    ``value`` and ``scale`` are ``(*batch_shape, m)``, ``noise`` is ``(*batch_shape, d)``;
-    ``generate`` turns noise ``(num_noises, *batch_shape, d)`` into ``(num_noises, *batch_shape,
-    m)``, and ``linearise`` linearises the generator at noise ``(*batch_shape, d)``. If ``shared``,
-    the generator is the same for all particles, and noise for ``generate`` may have size 1 in their
-    place.
+    ``value`` and ``scale`` are ``(*batch_shape, m)``, ``noise`` is ``(*batch_shape, d)``, and
+    ``context`` broadcasts to it. If ``shared``, the generator is the same for all particles, and
+    noise for :meth:`generate` may have size 1 in their place.
     """
 
     value: Tensor
     scale: Tensor
     noise: Tensor
-    generate: Callable[[Tensor], Tensor]
+    generator: Any
+    context: Tensor | None
     shared: bool
-    linearise: Callable[[Tensor], Linearisation]
+
+    def generate(self, noise: Tensor) -> Tensor:
+        """Turn noise ``(*any, *batch_shape, d)`` into values ``(*any, *batch_shape, m)``."""
+        return self.generator(*self._inputs(noise)).reshape(noise.shape[:-1] + (-1,))
+
+    def linearise(self, noise: Tensor) -> Linearisation:
+        """Linearise the generator at noise ``(*batch_shape, d)``."""
+        return as_generator(self.generator).linearise(*self._inputs(noise))
+
+    def _inputs(self, noise: Tensor) -> tuple[Tensor, ...]:
+        if self.context is None:
+            return (noise,)
+        return noise, self.context.expand(noise.shape[:-1] + (-1,))
 
 
 def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
@@ -156,10 +167,9 @@ def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
     shared = num_particles > 1 and (context is None or context.stride(0) == 0)
     if shared and context is not None:
         context = context[:1]
-    generate, _ = _maps(q.generator, context)
     shape = site.noise.shape[:-1] + (-1,)
     scale = q.scale.expand(site.value.shape).reshape(shape)
-    return FlatSite(site.value.reshape(shape), scale, site.noise, generate, shared, q.linearise)
+    return FlatSite(site.value.reshape(shape), scale, site.noise, q.generator, context, shared)
 
 
 def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[FlatSite]:
@@ -174,21 +184,7 @@ def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[Fl
         index = torch.unravel_index(some, batch_shape)
         context = None if q.context is None else q.context[index]
         value, scale, noise = (part[index] for part in (flat.value, flat.scale, flat.noise))
-        generate, linearise = _maps(q.generator, context)
-        yield FlatSite(value, scale, noise, generate, False, linearise)
-
-
-def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
-    def inputs(noise: Tensor) -> tuple[Tensor, ...]:
-        return (noise,) if context is None else (noise, context.expand(noise.shape[:-1] + (-1,)))
-
-    def generate(noise: Tensor) -> Tensor:
-        return generator(*inputs(noise)).reshape(noise.shape[:-1] + (-1,))
-
-    def linearise(noise: Tensor) -> Linearisation:
-        return as_generator(generator).linearise(*inputs(noise))
-
-    return generate, linearise
+        yield FlatSite(value, scale, noise, q.generator, context, False)
 
 
 def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:
@@ -218,19 +214,44 @@ def mixture_log_q(
     return mixture_log_density(flat.value, flat.generate, flat.scale, noises, chunk_size=chunk_size)
 
 
+def mixture_score(
+    flat: FlatSite, noises: list[Tensor], log_weights: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-density of a mixture of conditionals, and its score at the draws, constants.
+
+    The parameters are those of :func:`~pyro_implicit.ops.semi_implicit.mixture_log_density`.
+    """
+    generate = torch.no_grad()(flat.generate)
+    with torch.enable_grad():
+        value = flat.value.detach().requires_grad_()
+        scale = flat.scale.detach()
+        log_q = mixture_log_density(value, generate, scale, noises, log_weights)
+        (score,) = torch.autograd.grad(log_q.sum(), value)
+    return log_q.detach(), score
+
+
+def path_of_score(log_q: Tensor, flat: FlatSite, score: Tensor) -> ScoreParts:
+    """Return score parts with the value of log q and the gradient of the score along the draws.
+
+    :param log_q: a constant, ``batch_shape``.
+    :param score: an estimate of the score of q at ``flat.value``, of its shape.
+    """
+    path = (score * (flat.value - flat.value.detach())).sum(-1)
+    return ScoreParts(log_q + path, 0, log_q + path)
+
+
 @torch.no_grad()
-def check_generator(name: str, flat: FlatSite) -> None:
+def check_generator(site: ImplicitSite) -> None:
     """Refuse a generator whose values depend on more than their own noise.
 
-    :param name: the name of the site.
     :raises ValueError: naming site and cure.
     """
-    noise = flat.noise
+    q, noise = site.distribution, site.noise
     others = (-noise).contiguous()
     others.view(-1, noise.shape[-1])[0] = noise.reshape(-1, noise.shape[-1])[0]
-    values, again, among_others = (flat.generate(z) for z in (noise, noise, others))
-    size = flat.value.shape[-1]
-    first, first_among_others = (v.reshape(-1, size)[0] for v in (values, among_others))
+    values, again, among_others = (q.generate(z) for z in (noise, noise, others))
+    shape = (-1, *q.event_shape)
+    first, first_among_others = (v.reshape(shape)[0] for v in (values, among_others))
     tolerance = ELBOS.row_tolerance * (1 + values.abs().max())
     if (values - again).abs().max() > tolerance:
         cause = "draws randomness of its own (dropout?)"
@@ -239,22 +260,22 @@ def check_generator(name: str, flat: FlatSite) -> None:
     else:
         return
     raise ValueError(
-        f"the generator of site '{name}' {cause}, but the density needs each value to be a "
+        f"the generator of site '{site.name}' {cause}, but the density needs each value to be a "
         "function of its own noise alone. Cure: call generator.eval(), or take the layer out"
     )
 
 
-def check_standard_normal(name: str, noise_distribution: Any, method: str) -> None:
+def check_standard_normal(site: ImplicitSite, method: str) -> None:
     """Refuse noise that is not standard normal.
 
-    :param name: the name of the site.
     :param method: the method that needs it, for the message.
     :raises ValueError: naming site and cure.
     """
+    noise_distribution = site.distribution.noise_distribution
     base = getattr(noise_distribution, "base_dist", None)
     if not isinstance(base, dist.Normal) or (base.loc != 0).any() or (base.scale != 1).any():
         raise ValueError(
-            f"{method} needs standard normal noise, but the noise of site '{name}' is "
+            f"{method} needs standard normal noise, but the noise of site '{site.name}' is "
             f"{noise_distribution}. Cure: give the noise's size, "
             f"noise={noise_distribution.event_shape[-1]}, and let the generator scale it"
         )
@@ -265,31 +286,23 @@ def site_linearisation(site: ImplicitSite) -> Linearisation:
     return site.linearisation or site.distribution.linearise(site.noise)
 
 
-class ExactDensity(NamedTuple):
-    """The log-density of draws of an injective generator, and the signs of the determinants of its
-    Jacobian there, ``(num_particles, *plates)`` each."""
-
-    log_q: Tensor
-    signs: Tensor
-
-
-def exact_density(site: ImplicitSite) -> ExactDensity:
+def exact_density(site: ImplicitSite) -> tuple[Tensor, Tensor]:
     r"""Return :math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f,
-    and the signs of the determinants."""
+    and the signs of the determinants, ``(num_particles, *plates)`` each."""
     signs, log_det = site_linearisation(site).slogdet()
     log_q = site.distribution.noise_distribution.log_prob(site.noise) - log_det
-    return ExactDensity(log_q, signs.detach())
+    return log_q, signs.detach()
 
 
-def exact_score(site: ImplicitSite) -> tuple[ExactDensity, Tensor]:
-    r"""Return the density, as :func:`exact_density`, and its score at the draw.
+def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Return density and signs, as :func:`exact_density`, and the score at the draw.
 
     :param site: a site drawn with ``linearise=True, noise_gradient=True``.
     """
-    density = exact_density(site)
-    (slope,) = torch.autograd.grad(density.log_q.sum(), site.noise, retain_graph=True)
+    log_q, signs = exact_density(site)
+    (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
     score = site_linearisation(site).solve_transposed(slope).reshape(site.value.shape)
-    return density, site.score_at_draw(score)
+    return log_q, signs, site.score_at_draw(score)
 
 
 def check_same_distribution(site: ImplicitSite, method: str, others: str) -> None:
@@ -329,52 +342,41 @@ def check_square(site: ImplicitSite, method: str) -> None:
             "AutoImplicit(model, lambda dim: ResidualGenerator(dim, core_dim=50)), or another "
             f"invertible generator with noise_dim={size}"
         )
-    check_standard_normal(site.name, q.noise_distribution, method)
-    value = site.value.reshape(site.noise.shape)
-
-    def generate(noise: Tensor) -> Tensor:
-        return q.generate(noise).reshape(noise.shape)
-
-    flat = FlatSite(
-        value, torch.zeros_like(value), site.noise, generate, False, site.distribution.linearise
-    )
-    check_generator(site.name, flat)
+    check_standard_normal(site, method)
+    check_generator(site)
 
 
 def site_draws(
-    site: ImplicitSite, num_particles: int, num_draws: int, fresh: bool = False
+    site: ImplicitSite,
+    num_particles: int,
+    num_draws: int,
+    to_vectors: Callable[[Tensor], Tensor] | None = None,
+    fresh: bool = False,
 ) -> Tensor:
-    """Return at least ``num_draws`` values of a site's implicit distribution, its own values first.
-
-    If all particles have the same distribution, the draws of all particles count. If the context or
-    scale depends on other latent variables, each particle gets ``num_draws`` of its own.
+    """Return at least ``num_draws`` draws of a site's implicit distribution, its own draws first.
 
     :param num_particles: the site's number of particles.
+    :param to_vectors: from values ``(n, *batch_shape, *event_shape)`` to ``(n, *batch, m)``; by
+        default, the values are flattened.
     :param fresh: whether new draws replace the site's own.
-    :returns: ``(n, *batch_shape, *event_shape)``; see :func:`pool_particles`.
-    """
-    q = site.distribution
-    num_rounds = num_draws
-    if num_particles > 1 and not differs_by_particle(q):
-        num_rounds = -(-num_draws // num_particles)
-    if fresh:
-        return q.rsample(torch.Size((num_rounds,)))
-    draws = site.value.unsqueeze(0)
-    if num_rounds > 1:
-        more = q.rsample(torch.Size((num_rounds - 1,)))
-        draws = torch.cat([draws, more])
-    return draws
-
-
-def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Tensor:
-    """Arrange draws ``(n, *batch, m)`` as sets of samples.
-
-    :returns: ``(*plates, num_particles * n, m)``, or ``(num_particles, *plates, n, m)`` if each
+    :returns: the draws of all particles together, ``(*plates, n, m)``; or ``(num_particles,
+        *plates, n, m)`` if the context or scale depends on other latent variables, so that each
         particle has its own distribution.
     """
-    if num_particles > 1 and not differs_by_particle(site.distribution):
-        draws = draws.flatten(0, 1)
-    return draws.movedim(0, -2)
+    q = site.distribution
+    is_pooled = num_particles > 1 and not differs_by_particle(q)
+    num_rounds = -(-num_draws // num_particles) if is_pooled else num_draws
+    if fresh:
+        draws = q.rsample(torch.Size((num_rounds,)))
+    else:
+        draws = site.value.unsqueeze(0)
+        if num_rounds > 1:
+            draws = torch.cat([draws, q.rsample(torch.Size((num_rounds - 1,)))])
+    if to_vectors is None:
+        draws = draws.reshape(draws.shape[:1] + q.batch_shape + (-1,))
+    else:
+        draws = to_vectors(draws)
+    return (draws.flatten(0, 1) if is_pooled else draws).movedim(0, -2)
 
 
 def choose_covariance(
@@ -485,22 +487,6 @@ def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]
     return sent
 
 
-def send_kernel_mean(value: Tensor, to: Tensor, gram: Tensor) -> Tensor:
-    """Return a tensor with the given value, whose gradient goes to another one through a kernel.
-
-    :param value: the value, ``(num_particles, *plates, ...)``.
-    :param to: a tensor of the same shape, with gradient.
-    :param gram: the kernel, ``(*plates, num_particles of value, num_particles of to)``.
-    """
-    shape = to.shape[: gram.dim() - 1] + (-1,)
-
-    def share(gradient: Tensor) -> Tensor:
-        shared = particles_first(gram.mT @ particles_inside(gradient.reshape(shape))) / len(to)
-        return shared.reshape(gradient.shape)
-
-    return send_gradient(value, to, share)
-
-
 def send_gradients(
     draw: Tensor, other: Tensor, through: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -536,12 +522,10 @@ def path_term(site: ImplicitSite, score: Tensor, draw: Tensor) -> Tensor:
     return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
 
 
-def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
-    """Draw a second, independent batch of a site; return the site and its ``draw``."""
-    noise, value, linearisation = site.distribution.draw()
-    draw = site.push(value)
-    second = replace(site, noise=noise, value=value, draw=draw, linearisation=linearisation)
-    return second, draw
+def second_batch(site: ImplicitSite) -> ImplicitSite:
+    """Draw a second, independent batch of a site."""
+    noise, value, _ = site.distribution.draw()
+    return replace(site, noise=noise, value=value, draw=site.push(value), linearisation=None)
 
 
 def particles_inside(points: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from pyro_implicit.infer.engine.traces import Particles
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.runtime.sites import is_flat
 
-__all__ = ["PriorDraws", "PriorMemory", "SitePrior"]
+__all__ = ["PriorMemory", "SitePrior"]
 
 
 class SitePrior:
@@ -41,7 +41,6 @@ class SitePrior:
     ) -> None:
         self.site, self.particles, self.model_trace = site, particles, model_trace
         self.memory = memory
-        self._draws = PriorDraws(particles, site.latents, memory)
         self._alone: Trace | None = None
 
     def log_prob(self) -> Tensor:
@@ -87,28 +86,34 @@ class SitePrior:
         """Draw the latent variables from the prior.
 
         Priors without parents are sampled directly; others need runs of the model
-        (``PriorDraws``).
+        that stop after the site's latent variables.
 
         :returns: ``(*plates, num, m)``, or ``(num_particles, *plates, num, m)`` if the prior
             depends on latent variables of other sites.
         :raises ValueError: for a prior that cannot be sampled, naming the site and the cure.
         """
-        self._find_parents()
+        self._is_whole()  # raises for sites that the model lacks
+        if self.memory.depends is None:
+            self._find_parents()
         self._refuse_flat()
         values = self.particles.particle(0)
         if not self.memory.depends:
-            draws = {name: self._sample_fn(name, num, values) for name in self.site.latents}
-            return self._lay_out(draws)
+            draws = {name: self._fn(name).sample((num,)) for name in self.site.latents}
+            return self._lay_out(
+                {name: draw.reshape((num,) + values[name].shape) for name, draw in draws.items()}
+            )
         if not self.memory.on_others or self.particles.num_particles == 1:
             return self._draw(num, values)
         particles = [self.particles.particle(k) for k in range(self.particles.num_particles)]
         return torch.stack([self._draw(num, values) for values in particles])
 
     def unconstrain(self, values: Tensor) -> Tensor:
-        """Transform the site's values ``(*batch, *event_shape)`` to unconstrained space.
+        """Map values of the site's implicit distribution to unconstrained space.
 
+        :param values: ``(*batch, *event_shape)``.
         :returns: ``(*batch, m)``.
         """
+        values = self.site.push(values)
         event_ndim = self.site.draw.dim() - len(self.site.batch_shape)
         batch = values.shape[: values.dim() - event_ndim]
         if self.site.latents == (self.site.name,):
@@ -137,14 +142,8 @@ class SitePrior:
         if self._alone is None:
             self._model_site(name)  # raises for a site that the model lacks
             with torch.enable_grad():
-                self._alone = self._draws.up_to_latents(self.particles.particle(0))
+                self._alone = self._up_to_latents(self.particles.particle(0))
         return self._alone.nodes[name]["fn"]
-
-    def _find_parents(self) -> None:
-        self._is_whole()  # raises for sites that the model lacks
-        if self.memory.depends is None:
-            with torch.no_grad():
-                self._draws.find_parents()
 
     def _is_whole(self) -> bool:
         """Tell whether one draw has the latent variables of whole plates, as in an autoguide."""
@@ -171,17 +170,13 @@ class SitePrior:
 
     def _draw(self, num: int, values: dict[str, Tensor]) -> Tensor:
         try:
-            return self._lay_out(self._draws.draw(num, values))
+            return self._lay_out(self._draw_given(num, values))
         except (ValueError, RuntimeError) as error:
             latents = ", ".join(f"'{name}'" for name in self.site.latents)
             raise ValueError(
                 f"the model cannot run at draws of the prior of {latents}: {error}. Cure: a prior "
                 'without such draws, or contrast="adaptive", which needs none'
             ) from error
-
-    def _sample_fn(self, name: str, num: int, values: dict[str, Tensor]) -> Tensor:
-        draw = self._fn(name).sample((num,))
-        return draw.reshape((num,) + values[name].shape)
 
     def _lay_out(self, draws: dict[str, Tensor]) -> Tensor:
         """Arrange constrained draws ``(num, *site_shape)`` as points ``(*plates, num, m)``."""
@@ -194,6 +189,98 @@ class SitePrior:
         points = torch.cat(parts, -1).movedim(0, -2)
         plates = self.site.batch_shape[int(self.particles.num_particles > 1) :]
         return points.expand(plates + points.shape[-2:])
+
+    def _up_to_latents(self, fixed: Values, num: int | None = None) -> Trace:
+        """Run the model up to the latent variables, and draw (``num`` times) those not fixed."""
+        replayed = Trace()
+        for name, site in self.particles.replayed.nodes.items():
+            if name in fixed or site_is_subsample(site):
+                replayed.add_node(name, **{**site, "value": fixed.get(name, site["value"])})
+        model = poutine.replay(self.particles.model, trace=replayed)
+        with poutine.block():
+            if num is not None:
+                dim = -self.particles.max_plate_nesting - 1
+                model = pyro.plate("_prior_draws", num, dim=dim)(model)
+            with poutine.trace() as tracer, _StopAfter(self.site.latents):
+                try:
+                    model(*self.particles.args, **self.particles.kwargs)
+                except _Reached:
+                    pass
+        return tracer.trace
+
+    def _find_parents(self) -> None:
+        """Find out whether the prior depends on latent variables, by moving them."""
+        values = self.particles.particle(0)
+        trace = self._up_to_latents(values)
+        moved = {}
+        for name, site in trace.nodes.items():
+            if site["type"] == "sample" and name in values:
+                transform = biject_to(site["fn"].support)
+                free = transform.inv(values[name])
+                moved[name] = transform(free + ELBOS.prior_shift * (1 + torch.rand_like(free)))
+
+        def moves_with(names: set[str]) -> bool:
+            other = self._up_to_latents({n: (moved if n in names else values)[n] for n in moved})
+            densities = [
+                [t.nodes[name]["fn"].log_prob(values[name]) for name in self.site.latents]
+                for t in (trace, other)
+            ]
+            return not all(a.equal(b) for a, b in zip(*densities, strict=True))
+
+        self.memory.depends = moves_with(set(moved))
+        self.memory.on_others = moves_with(set(moved) - set(self.site.latents))
+
+    def _draw_given(self, num: int, values: Values) -> Values:
+        """Return draws ``(num, *site_shape)`` by site, given the other latent variables.
+
+        A model that broadcasts draws in a plate, others draw one at a time. Then most draws are
+        kept for the next call, unless the prior has parameters.
+        """
+        fixed = {n: value for n, value in values.items() if n not in self.site.latents}
+        if self.memory.parallel is not False:
+            try:
+                trace = self._up_to_latents(fixed, num)
+                draws = {name: trace.nodes[name]["value"] for name in self.site.latents}
+                if self.memory.parallel is None:
+                    self.memory.parallel = self._agrees(trace, fixed, values)
+            except (RuntimeError, ValueError, IndexError):
+                self.memory.parallel = False
+            if self.memory.parallel:
+                return {n: d.reshape((num,) + values[n].shape) for n, d in draws.items()}
+        return self._one_by_one(num, fixed)
+
+    def _agrees(self, trace: Trace, fixed: Values, values: Values) -> bool:
+        """Tell whether the last draw in a plate has the prior of a plain run."""
+        nodes = {name: trace.nodes[name] for name in self.site.latents}
+        last = {}
+        for name, node in nodes.items():
+            if node["value"][-1].numel() != values[name].numel():
+                return False
+            last[name] = node["value"][-1].reshape(values[name].shape)
+        alone = self._up_to_latents({**fixed, **last})
+        for name, node in nodes.items():
+            together = node["fn"].log_prob(node["value"])[-1].sum()
+            by_itself = alone.nodes[name]["fn"].log_prob(last[name]).sum()
+            if not torch.isclose(together, by_itself, rtol=ELBOS.prior_tolerance):
+                return False
+        return True
+
+    def _one_by_one(self, num: int, fixed: Values) -> Values:
+        memory = self.memory
+        arguments = [*self.particles.args, *self.particles.kwargs.values()]
+        is_same = memory.arguments is None or _same(arguments, memory.arguments)
+        pool = memory.pool if is_same and not memory.on_others else {}
+        if pool and len(pool[self.site.latents[0]]) != num:
+            pool = {}
+        renewed = max(1, int(num * ELBOS.renewed_prior_draws))
+        traces = [self._up_to_latents(fixed) for _ in range(renewed if pool else num)]
+        draws = {}
+        for name in self.site.latents:
+            new = torch.stack([trace.nodes[name]["value"] for trace in traces])
+            draws[name] = torch.cat([new, pool[name]])[:num] if pool else new
+        is_learnt = any(site["type"] == "param" for site in traces[0].nodes.values())
+        memory.pool, memory.arguments = ({}, []) if is_learnt else (draws, arguments)
+        return draws
 
 
 Values = dict[str, Tensor]
@@ -234,110 +321,6 @@ class _StopAfter(Messenger):
         self.missing.discard(msg["name"])
         if not self.missing:
             raise _Reached
-
-
-class PriorDraws:
-    """Runs of a model that stop after some of its latent variables.
-
-    :param particles: the model, and the values of its latent variables.
-    :param latents: the requested latent variables.
-    :param memory: what is kept from step to step.
-    """
-
-    def __init__(self, particles: Particles, latents: tuple[str, ...], memory: PriorMemory) -> None:
-        self.particles, self.latents, self.memory = particles, latents, memory
-
-    def up_to_latents(self, fixed: Values, num: int | None = None) -> Trace:
-        """Run the model up to the latent variables, and draw (``num`` times) those not fixed."""
-        replayed = Trace()
-        for name, site in self.particles.replayed.nodes.items():
-            if name in fixed or site_is_subsample(site):
-                replayed.add_node(name, **{**site, "value": fixed.get(name, site["value"])})
-        model = poutine.replay(self.particles.model, trace=replayed)
-        with poutine.block():
-            if num is not None:
-                dim = -self.particles.max_plate_nesting - 1
-                model = pyro.plate("_prior_draws", num, dim=dim)(model)
-            with poutine.trace() as tracer, _StopAfter(self.latents):
-                try:
-                    model(*self.particles.args, **self.particles.kwargs)
-                except _Reached:
-                    pass
-        return tracer.trace
-
-    def find_parents(self) -> None:
-        """Find out whether the prior depends on latent variables, by moving them."""
-        values = self.particles.particle(0)
-        trace = self.up_to_latents(values)
-        moved = {}
-        for name, site in trace.nodes.items():
-            if site["type"] == "sample" and name in values:
-                transform = biject_to(site["fn"].support)
-                free = transform.inv(values[name])
-                moved[name] = transform(free + ELBOS.prior_shift * (1 + torch.rand_like(free)))
-
-        def moves_with(names: set[str]) -> bool:
-            other = self.up_to_latents({n: (moved if n in names else values)[n] for n in moved})
-            densities = [
-                [t.nodes[name]["fn"].log_prob(values[name]) for name in self.latents]
-                for t in (trace, other)
-            ]
-            return not all(a.equal(b) for a, b in zip(*densities, strict=True))
-
-        self.memory.depends = moves_with(set(moved))
-        self.memory.on_others = moves_with(set(moved) - set(self.latents))
-
-    def draw(self, num: int, values: Values) -> Values:
-        """Return draws ``(num, *site_shape)`` by site, given the other latent variables.
-
-        A model that broadcasts draws in a plate, others draw one at a time. Then most draws are
-        kept for the next call, unless the prior has parameters.
-        """
-        fixed = {n: value for n, value in values.items() if n not in self.latents}
-        if self.memory.parallel is not False:
-            try:
-                trace = self.up_to_latents(fixed, num)
-                draws = {name: trace.nodes[name]["value"] for name in self.latents}
-                if self.memory.parallel is None:
-                    self.memory.parallel = self._agrees(trace, fixed, values)
-            except (RuntimeError, ValueError, IndexError):
-                self.memory.parallel = False
-            if self.memory.parallel:
-                return {n: d.reshape((num,) + values[n].shape) for n, d in draws.items()}
-        return self._one_by_one(num, fixed)
-
-    def _agrees(self, trace: Trace, fixed: Values, values: Values) -> bool:
-        """Tell whether the last draw in a plate has the prior of a plain run."""
-        nodes = {name: trace.nodes[name] for name in self.latents}
-        last = {}
-        for name, node in nodes.items():
-            if node["value"][-1].numel() != values[name].numel():
-                return False
-            last[name] = node["value"][-1].reshape(values[name].shape)
-        alone = self.up_to_latents({**fixed, **last})
-        for name, node in nodes.items():
-            together = node["fn"].log_prob(node["value"])[-1].sum()
-            by_itself = alone.nodes[name]["fn"].log_prob(last[name]).sum()
-            if not torch.isclose(together, by_itself, rtol=ELBOS.prior_tolerance):
-                return False
-        return True
-
-    def _one_by_one(self, num: int, fixed: Values) -> Values:
-        memory = self.memory
-        arguments = [*self.particles.args, *self.particles.kwargs.values()]
-        is_same = memory.arguments is None or _same(arguments, memory.arguments)
-        pool = memory.pool if is_same and not memory.on_others else {}
-        if pool and len(pool[self.latents[0]]) != num:
-            pool = {}
-        renewed = max(1, int(num * ELBOS.renewed_prior_draws))
-        traces = [self.up_to_latents(fixed) for _ in range(renewed if pool else num)]
-        draws = {}
-        for name in self.latents:
-            new = torch.stack([trace.nodes[name]["value"] for trace in traces])
-            draws[name] = torch.cat([new, pool[name]])[:num] if pool else new
-        is_learnt = any(site["type"] == "param" for site in traces[0].nodes.values())
-        memory.pool, memory.arguments = ({}, []) if is_learnt else (draws, arguments)
-        return draws
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

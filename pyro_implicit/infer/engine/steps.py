@@ -34,7 +34,7 @@ from pyro_implicit.infer.engine.traces import (
     refuse_nonfinite,
 )
 from pyro_implicit.runtime.global_state import refuse_outer_plates, same_streams
-from pyro_implicit.runtime.messages import refuse_unknown, warn_user
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown, warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 
 __all__ = ["ElboState", "Pair", "StepELBO"]
@@ -147,40 +147,36 @@ def _reference(target: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: target
 
 
-def _latents(trace: Trace) -> frozenset[str]:
-    found = []
-    for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not site["is_observed"]:
-            found.append(name)
-    return frozenset(found)
-
-
 class StepELBO(Trace_ELBO):
     """A ``Trace_ELBO`` whose traces a subclass makes, with a memory of its model and guide.
 
     Its parameters are those of :class:`~pyro_implicit.infer.ImplicitELBO`.
     """
 
+    #: The least ``num_particles``: 2 for methods that compare particles.
+    least_particles: int = 1
     #: Whether recorded steps are bit-identical to plain ones.
     records_to_the_bit: ClassVar[bool] = True
 
     def __init__(
         self,
-        num_particles: int,
-        vectorize_particles: Literal["vmap", "plate", False],
-        prior_weight: float,
-        entropy_weight: float,
-        inverse_temperature: float,
-        nonfinite: Literal["raise", "skip"],
-        compile: CompileMode,
+        num_particles: int = 1,
+        vectorize_particles: Literal["vmap", "plate"] | bool = "vmap",
+        prior_weight: float = 1.0,
+        entropy_weight: float = 1.0,
+        inverse_temperature: float = 1.0,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        compile: CompileMode = False,
         **kwargs: Any,
     ) -> None:
+        refuse_counts(self.least_particles, num_particles=num_particles)
+        refuse_unknown("vectorize_particles", vectorize_particles, "vmap", "plate", True, False)
         refuse_unknown("nonfinite", nonfinite, "raise", "skip")
         check_mode(compile)
         self.max_plate_nesting: float
         # Pyro counts the guide's particle plate in max_plate_nesting.
         super().__init__(num_particles, vectorize_particles=True, **kwargs)
-        self.vectorize_particles = vectorize_particles
+        self.vectorize_particles = "plate" if vectorize_particles is True else vectorize_particles
         self.prior_weight = prior_weight
         self.entropy_weight = entropy_weight
         self.inverse_temperature = inverse_temperature
@@ -258,13 +254,13 @@ class StepELBO(Trace_ELBO):
         traces: tuple[Trace, Trace],
     ) -> None:
         """Check latent variables that differ from those of all steps before, by a first run."""
-        latents, drawn = map(_latents, traces)
+        latents = frozenset(traces[0].stochastic_nodes), frozenset(traces[1].stochastic_nodes)
         known = self.state.structures
-        if (latents, drawn) not in known:
+        if latents not in known:
             if known:
                 with same_streams():
                     first_run(model, guide, args, kwargs, self.max_plate_nesting)
-            known.add((latents, drawn))
+            known.add(latents)
 
     def _forget(self, guide: Callable) -> None:
         assert self._pair is not None
@@ -351,7 +347,7 @@ class StepELBO(Trace_ELBO):
         return math.nan
 
     def _begin_step(self) -> None:
-        self.num_steps_taken += 1
+        """Count a training step."""
 
     def total(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict

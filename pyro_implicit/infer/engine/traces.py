@@ -82,14 +82,13 @@ def first_run(
     """
     validates = is_validation_enabled()
     for retries_left in reversed(range(RUNS.max_retries)):
-        forgiving = contextlib.suppress(*(IMPOSSIBLE if retries_left else ()))
-        has_run = False
-        with forgiving, poutine.block():
-            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-            replayed = poutine.replay(model, trace=guide_trace)
-            model_trace = restore_priors(poutine.trace(replayed).get_trace(*args, **kwargs))
-            has_run = True
-        if not has_run:
+        forgiven = IMPOSSIBLE if retries_left else ()
+        try:
+            with poutine.block():
+                guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+                replayed = poutine.replay(model, trace=guide_trace)
+                model_trace = restore_priors(poutine.trace(replayed).get_trace(*args, **kwargs))
+        except forgiven:
             continue
         # Faults from here on do not depend on the draw.
         discrete = DiscreteSum.of(model_trace, given=guide_trace)
@@ -106,7 +105,7 @@ def first_run(
             break
         leave_out_masked(model_trace)
         refuse_missing_data(model_trace)
-        with forgiving:
+        with contextlib.suppress(*forgiven):
             model_trace.compute_log_prob()
             guide_trace.compute_log_prob(lambda name, site: find_implicit(site["fn"]) is None)
             break
@@ -296,13 +295,14 @@ class Particles(Model):
         for name, site in traces[-1].nodes.items():
             if site["type"] == "param":
                 result.add_node(name, **site)
-                continue
             if site["type"] != "sample":
                 continue
-            terms = [scaled[name]] + ([unscaled[name]] if name in unscaled else [])
-            for i, term in enumerate(terms):  # the particles at dimension -max_plate_nesting
+            terms = {"log_prob": scaled[name]}
+            if name in unscaled:
+                terms["unscaled_log_prob"] = unscaled[name]
+            for kind, term in terms.items():  # the particles at dimension -max_plate_nesting
                 padding = (1,) * (self.max_plate_nesting - term.dim())
-                terms[i] = term.reshape(term.shape[:1] + padding + term.shape[1:])
+                terms[kind] = term.reshape(term.shape[:1] + padding + term.shape[1:])
             result.add_node(
                 name,
                 type="sample",
@@ -310,11 +310,9 @@ class Particles(Model):
                 fn=site["fn"],
                 is_observed=site["is_observed"],
                 cond_indep_stack=(*plate, *site["cond_indep_stack"]),
-                log_prob=terms[0],
-                log_prob_sum=terms[0].sum(),
+                log_prob_sum=terms["log_prob"].sum(),
+                **terms,
             )
-            if len(terms) > 1:
-                result.nodes[name]["unscaled_log_prob"] = terms[1]
         return result
 
 
