@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from pyro.distributions import SineBivariateVonMises, SineSkewed, VonMises
+from pyro.distributions import SineBivariateVonMises, SineSkewed, Uniform, VonMises
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -22,6 +22,7 @@ from pyro_implicit.runtime.sites import innermost_support, is_latent
 
 __all__ = [
     "StickBreaking",
+    "intervals_of",
     "on_one_turn",
     "one_turn",
     "turns_of",
@@ -30,27 +31,29 @@ __all__ = [
 ]
 
 
-def within_turn(angle: Tensor) -> Tensor:
-    r"""Return the same angles in :math:`[-\pi, \pi)`.
+def within_turn(angle: Tensor, period: Tensor | float = 2 * math.pi) -> Tensor:
+    r"""Return the same angles in :math:`[-\pi, \pi)`, or within half a period.
 
     **Example:**
 
     >>> within_turn(torch.tensor([0.5, 6.0]))
     tensor([ 0.5000, -0.2832])
     """
-    return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+    return torch.remainder(angle + period / 2, period) - period / 2
 
 
 class _OneTurn(constraints.Constraint):
     r"""Angles in :math:`[c - \pi, c + \pi)`; others are valid, too, and mean the same.
 
-    ``biject_to`` maps real numbers to them by :math:`u \mapsto \theta`, u modulo :math:`2 \pi`. The
-    number of turns :math:`(u - \theta) / 2 \pi` is an auxiliary variable, so that the density of
-    u is smooth, and has one mode where that of the angle has one, not far from c:
+    With the bounds of an interval in place of the ends of that turn, its width is the period
+    :math:`\tau`, instead of :math:`2 \pi`. ``biject_to`` maps real numbers to them by
+    :math:`u \mapsto \theta`, u modulo :math:`\tau`. The number of turns :math:`(u - \theta) / \tau`
+    is an auxiliary variable, so that the density of u is smooth, and has one mode where that of the
+    angle has one, not far from c:
 
     .. math::
         \tilde p(u) = p(\theta)\, p(u \mid \theta), \qquad
-        p(u \mid \theta) = \frac{N(u; c, s^2)}{\sum_k N(\theta + 2 \pi k; c, s^2)}.
+        p(u \mid \theta) = \frac{N(u; c, s^2)}{\sum_k N(\theta + \tau k; c, s^2)}.
 
     It is exact: the angle of a draw of :math:`\tilde p` is one of p.
 
@@ -59,12 +62,20 @@ class _OneTurn(constraints.Constraint):
     >>> transform = biject_to(one_turn(torch.tensor(3.0)))
     >>> transform(torch.tensor([-3.0, 3.5]))
     tensor([3.2832, 3.5000])
+    >>> transform = biject_to(one_turn(torch.tensor(3.0), torch.zeros(()), torch.tensor(10.0)))
+    >>> transform(torch.tensor([-3.0, 3.5]))
+    tensor([7.0000, 3.5000])
 
     :param centre: c, of a shape that broadcasts with the angles.
+    :param low: the least value, if it is not :math:`c - \pi`; ``high``, with it, the end.
     """
 
-    def __init__(self, centre: Tensor) -> None:
+    def __init__(
+        self, centre: Tensor, low: Tensor | None = None, high: Tensor | None = None
+    ) -> None:
         self.centre = centre
+        self.low = centre - math.pi if low is None else low
+        self.high = self.low + 2 * math.pi if high is None else high
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
@@ -81,37 +92,42 @@ class _Winding(Transform):
     bijective = True  # up to the number of turns
     sign = 1
 
-    def __init__(self, centre: Tensor) -> None:
+    def __init__(self, centre: Tensor, low: Tensor, high: Tensor) -> None:
         super().__init__()
-        self.centre = centre
+        self.centre, self.low, self.period = centre, low, high - low
+        self.largest = torch.nextafter(high, low)
+        self.unit = self.period / (2 * math.pi)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Winding) and bool((self.centre == other.centre).all())
+        return isinstance(other, _Winding) and all(
+            bool((getattr(self, name) == getattr(other, name)).all())
+            for name in ("centre", "low", "period")
+        )
 
     def _call(self, x: Tensor) -> Tensor:
-        return self.centre + within_turn(x - self.centre)
+        return torch.minimum(self.low + torch.remainder(x - self.low, self.period), self.largest)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        turned = within_turn(y - self.centre)
+        turned = within_turn(y - self.centre, self.period) / self.unit
         log_odds = 2 * math.pi * (turned.abs() - math.pi) / ANGLES.turn_width**2  # of the next turn
         # Draws of the angle become draws of u: some move to the next turn. Which ones is decided by
         # their last digits instead of random numbers, so that this is a function.
         moves = torch.remainder(turned.abs() / ANGLES.last_digits, 1) > 1 - log_odds.sigmoid()
-        return self.centre + turned - 2 * math.pi * turned.sign() * moves
+        return self.centre + self.unit * (turned - 2 * math.pi * turned.sign() * moves)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-probability of the number of turns."""
-        turned = y - self.centre
+        turned = within_turn(y - self.centre, self.period) / self.unit
         turns = torch.tensor([-1.0, 0.0, 1.0], dtype=turned.dtype, device=turned.device)
         all_turns = turned.unsqueeze(-1) + 2 * math.pi * turns
         precision = ANGLES.turn_width**-2
         normaliser = (-0.5 * precision * all_turns.square()).logsumexp(-1)
-        return -0.5 * precision * (x - self.centre).square() - normaliser
+        return -0.5 * precision * ((x - self.centre) / self.unit).square() - normaliser
 
 
 @biject_to.register(_OneTurn)
 def _(constraint: _OneTurn) -> Transform:
-    return _Winding(constraint.centre)
+    return _Winding(constraint.centre, constraint.low, constraint.high)
 
 
 def turns_of(trace: Trace) -> dict[str, Tensor]:
@@ -136,10 +152,31 @@ def turns_of(trace: Trace) -> dict[str, Tensor]:
     }
 
 
+def intervals_of(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the bounds of the uniform latent variables, which may be phases.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro import poutine
+    >>> model = lambda: pyro.sample("phase", dist.Uniform(0.0, 1.0))
+    >>> intervals_of(poutine.trace(model).get_trace())
+    {'phase': (tensor(0.), tensor(1.))}
+
+    :param trace: of a run of the model.
+    :returns: by site, lower and upper bounds of the shape of its value.
+    """
+    found = {name: _unwrapped(site["fn"]) for name, site in trace.nodes.items() if is_latent(site)}
+    return {name: (fn.low, fn.high) for name, fn in found.items() if isinstance(fn, Uniform)}
+
+
 def on_one_turn(
     model: Callable[..., Any], centres: Mapping[str, Tensor | None]
 ) -> Callable[..., Any]:
     """Return the same model, whose latent angles lie within one turn.
+
+    A uniform distribution keeps its bounds. Between them, its coordinate does not end.
 
     **Example:**
 
@@ -170,8 +207,18 @@ class _OnOneTurn(Messenger):
             msg["fn"] = _with_support(msg["fn"], support if centre is None else one_turn(centre))
 
 
-def _with_support(fn: Any, support: constraints.Constraint) -> Any:
+class _Circle(Uniform):
+    """A uniform distribution whose ends are one point."""
+
+    support: Any = constraints.real  # of each instance another one
+
+
+def _with_support(fn: Any, support: Any) -> Any:
     """Return the same distribution with another support of its innermost elements."""
+    if isinstance(fn, Uniform):
+        circle = _Circle(fn.low, fn.high)
+        circle.support = one_turn(support.centre, fn.low, fn.high)
+        return circle
     fn = copy.copy(fn)
     if isinstance(fn, (SineBivariateVonMises, SineSkewed)):
         support = constraints.independent(support, 1)
@@ -182,10 +229,15 @@ def _with_support(fn: Any, support: constraints.Constraint) -> Any:
     return fn
 
 
-def _is_endless(fn: Any) -> bool:
+def _unwrapped(fn: Any) -> Any:
     # Transformed angles may have another period.
     while hasattr(fn, "base_dist") and not isinstance(fn, (SineSkewed, TransformedDistribution)):
         fn = fn.base_dist
+    return fn
+
+
+def _is_endless(fn: Any) -> bool:
+    fn = _unwrapped(fn)
     is_angle = isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises))
     return is_angle and innermost_support(fn.support) is constraints.real
 

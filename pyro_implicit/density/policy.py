@@ -71,6 +71,10 @@ class AnglePolicy:
     #: The digits of an angle (rad) below this one are taken to be random; float32 has three.
     last_digits: float = 1e-4
 
+    #: Share of a phase's interval by which it moves from the ends, for the slopes of the density
+    #: there. They are the same if they differ by less than the rise in a quarter of the interval.
+    phase_step: float = 1e-4
+
     #: Paths of the search for the middle: the best of few modes suffices.
     num_starts: int = 10
 

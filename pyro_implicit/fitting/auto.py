@@ -55,7 +55,7 @@ from pyro_implicit.fitting.refinement import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
-from pyro_implicit.fitting.starts import between, middle_of_turns
+from pyro_implicit.fitting.starts import between, find_phases, middle_of_turns
 from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
@@ -375,12 +375,13 @@ def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | Non
         if target.unplated and not target.sampled:
             stages.declare_events(target.unplated)
             target = make_target()
-        if target.turns:
+        phases = find_phases(target)
+        if target.turns or phases:
             budget = stages.policy.budget
             plan = make_plan(target, budget, stages.limit)
             iterations = 0 if target.sampled else plan.search_iterations
             seconds = min(budget.search_seconds, stages.limit.left(budget.search_share))
-            stages.declare_turns(middle_of_turns(target, iterations, seconds))
+            stages.declare_turns(middle_of_turns(target, iterations, seconds, phases))
             target = make_target()
         return target
     except SubsampledError as error:
