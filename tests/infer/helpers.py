@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -70,6 +71,11 @@ def check_gradient_of_the_entropy(elbo: ImplicitELBO, q: SemiImplicit, num_unset
     standard_error = rounds.std(0) / 35**0.5
     assert (error.abs() < 4 * standard_error).all()
     assert standard_error.max() < 0.02
+
+
+def guide_of(generator: Callable, noise_dim: int = 2, **options: Any) -> Callable[[], Tensor]:
+    """A guide of one implicit site."""
+    return lambda: pyro.sample("x", Implicit(generator, noise_dim, **options))
 
 
 def quartic(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 from pyro_implicit import MLP, Implicit, ResidualGenerator, SemiImplicit
 from pyro_implicit.infer import AmortizedKSD_ELBO, AmortizedSVGD_ELBO
 from tests.infer.helpers import PRECISION_3D as PRECISION
-from tests.infer.helpers import check_finds_a_gaussian_roughly
+from tests.infer.helpers import check_finds_a_gaussian_roughly, guide_of
 from tests.infer.helpers import gaussian_3d as target
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.usefixtures("double")
 
 def score(x):
     return -(x - 1) @ PRECISION
-
-
-def guide_of(generator, noise_dim=2, **kwargs):
-    def guide():
-        pyro.sample("x", Implicit(generator, noise_dim, **kwargs))
-
-    return guide
 
 
 def loss_gradients(elbo, model, guide, parameters, seed):

@@ -18,7 +18,7 @@ from pyro_implicit import AutoImplicit, Implicit, ResidualGenerator, SemiImplici
 from pyro_implicit.infer.gpvi import GPVI_ELBO, GPVIHelper
 from pyro_implicit.infer.injective import InjectiveELBO
 from tests.infer.helpers import PRECISION_3D as PRECISION
-from tests.infer.helpers import check_finds_a_gaussian_roughly, curved
+from tests.infer.helpers import check_finds_a_gaussian_roughly, curved, guide_of
 from tests.infer.helpers import gaussian_3d as target
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -82,9 +82,7 @@ def test_gradient_is_the_functional_one(kind, kernel):
         generator = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     run = (lambda z: generator(z)) if kind == "function" else generator
 
-    def guide():
-        pyro.sample("x", Implicit(run, 3))
-
+    guide = guide_of(run, 3)
     log_p = dist.MultivariateNormal(torch.ones(3), precision_matrix=PRECISION).log_prob
     elbo = Spy(4, kernel=kernel)
     compare_with_definition(
@@ -135,9 +133,7 @@ def test_no_gradient_in_expectation_at_the_target():
         (slope,) = torch.autograd.grad(log_q.sum(), noise)
         return generator.linearise(noise).solve_transposed(slope)
 
-    def guide():
-        pyro.sample("x", Implicit(generator, 3))
-
+    guide = guide_of(generator, 3)
     sums = []
     for _ in range(256):
         elbo.differentiable_loss(target, guide)
@@ -156,9 +152,7 @@ def test_no_gradient_in_expectation_at_the_target():
 def test_value_is_the_exact_elbo_and_weights_apply():
     generator = curved()
 
-    def guide():
-        pyro.sample("x", Implicit(generator, 3))
-
+    guide = guide_of(generator, 3)
     losses = []
     for elbo in (GPVI_ELBO(5), InjectiveELBO(5)):
         elbo.loss(target, guide)
@@ -232,9 +226,7 @@ def test_both_jacobians_give_one_gradient():
     generator = nn.Linear(3, 3)
     generator.weight.data.copy_(ExactHelper.matrix)
 
-    def guide():
-        pyro.sample("x", Implicit(generator, 3))
-
+    guide = guide_of(generator, 3)
     gradients = []
     for options in ({}, {"jacobian": "helper", "helper": ExactHelper, "helper_optim": {"lr": 0.0}}):
         elbo = GPVI_ELBO(5, **options)
@@ -249,8 +241,7 @@ def test_helper_learns_the_inverse():
     generator = nn.Linear(3, 3)
     generator.weight.data.copy_(ExactHelper.matrix)
 
-    def guide():
-        pyro.sample("x", Implicit(generator, 3))
+    guide = guide_of(generator, 3)
 
     class Linear(ExactHelper):
         def __init__(self, core_dim, value_dim):
