@@ -33,7 +33,7 @@ from pyro_implicit.nn.bayesian import Prior
 from pyro_implicit.nn.models import Noise
 from pyro_implicit.nn.policy import NOISE_PRECISION, ROWS_AT_ONCE
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
+from pyro_implicit.runtime.messages import refuse_counts, refuse_no_probability, refuse_nonpositive
 
 __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor"]
 
@@ -247,8 +247,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         :returns: lower and upper ends, ``(num_rows, 2)``.
         :raises ValueError: for a level outside of (0, 1).
         """
-        if not 0 < level < 1:
-            raise ValueError(f"level must be a probability between 0 and 1, but got {level}")
+        refuse_no_probability(level=level)
         found = self._predict(X, interval=level)
         ends = torch.cat([part.interval for part in found if part.interval is not None], 1)
         return self._targets_of(ends.cpu().numpy()).T

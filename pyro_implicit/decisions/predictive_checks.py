@@ -21,7 +21,7 @@ from pyro_implicit.decisions.pointwise import (
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import as_datatree, as_inferencedata, model_groups, quiet_arviz
-from pyro_implicit.runtime.messages import Printed, Table, short_repr
+from pyro_implicit.runtime.messages import Printed, Table, refuse_no_probability, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,14 +98,18 @@ class SiteCheck:
         """Return the share of the values inside of their central predictive intervals.
 
         :param mass: the probability of the intervals.
+        :raises ValueError: for a ``mass`` outside of (0, 1).
         """
+        refuse_no_probability(mass=mass)
         return ((self.pit - 0.5).abs() <= mass / 2).double().mean().item()
 
     def interval(self, mass: float) -> Tensor:
         """Return central predictive intervals, ``(2, num_observations, *event_shape)``.
 
         :param mass: their probability.
+        :raises ValueError: for a ``mass`` outside of (0, 1).
         """
+        refuse_no_probability(mass=mass)
         tails = torch.tensor([0.5 - mass / 2, 0.5 + mass / 2]).to(self.replicated.double())
         return self.replicated.double().quantile(tails, dim=0)
 
@@ -294,6 +298,12 @@ def _statistic(
             "(num_observations, *event_shape) to one number"
         )
     found = torch.stack([torch.as_tensor(function(one)).reshape(()) for one in replicated.double()])
+    for data, values in (("observed", value), ("some replicated", found)):
+        if values.isnan().any():
+            raise ValueError(
+                f"the statistic {label} is NaN for {data} data. Cure: a function that is defined "
+                "for all data which the model draws"
+            )
     tail = (found > value).double().mean() + (found == value).double().mean() / 2
     return Statistic(value.item(), found.double(), tail.item())
 

@@ -117,7 +117,7 @@ class _Winding(Transform):
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-probability of the number of turns."""
-        turned = within_turn(y - self.centre, self.period) / self.unit
+        turned = (y - self.centre) / self.unit
         turns = torch.tensor([-1.0, 0.0, 1.0], dtype=turned.dtype, device=turned.device)
         all_turns = turned.unsqueeze(-1) + 2 * math.pi * turns
         precision = ANGLES.turn_width**-2

@@ -25,7 +25,7 @@ from pyro_implicit.nn.policy import ACTIVATIONS_PER_INPUT, DRAWS_AT_ONCE
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import refuse_counts
+from pyro_implicit.runtime.messages import refuse_counts, refuse_no_probability
 from pyro_implicit.runtime.sites import unmasked_elements, without_mask
 
 __all__ = [
@@ -94,8 +94,7 @@ def predict(
         targets, an ``interval`` outside of (0, 1), or ``draws`` of a distribution that its
         parameters do not determine.
     """
-    if interval is not None and not 0 < interval < 1:
-        raise ValueError(f"interval must be a probability between 0 and 1, but got {interval}")
+    refuse_no_probability(interval=interval)
     model, posterior = model_and_posterior(result, model)
     found = predictions(model, posterior, loader, num_samples, False, interval, draws)
     streams = None

@@ -27,6 +27,7 @@ __all__ = [
     "Table",
     "first_line",
     "refuse_counts",
+    "refuse_no_probability",
     "refuse_nonpositive",
     "refuse_string",
     "refuse_unknown",
@@ -232,6 +233,21 @@ def refuse_counts(least: int = 1, **counts: int | None) -> None:
             raise ValueError(f"{name} must be a whole number, but got {count}")
         if count is not None and count < least:
             raise ValueError(f"{name} must be at least {least}, but got {count}")
+
+
+def refuse_no_probability(**numbers: float | None) -> None:
+    """Check that every number that is given lies between 0 and 1.
+
+    **Example:**
+
+    >>> refuse_no_probability(level=0.9, interval=None)
+
+    :param numbers: by the name of the argument.
+    :raises ValueError: naming the argument.
+    """
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < 1:
+            raise ValueError(f"{name} must be a probability between 0 and 1, but got {number}")
 
 
 def refuse_nonpositive(**numbers: float | None) -> None:

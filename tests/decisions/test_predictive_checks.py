@@ -154,6 +154,13 @@ def test_own_statistics_and_events():
     site = predictive_check("posterior", target, posterior(y.flatten()), own).sites["y"]
     assert site.replicated.shape == (1000, 30, 2) and site.pit.shape == (60,)
     assert site.statistics["lag"].observed == pytest.approx((y[:, 0] * y[:, 1]).mean().item())
+    for mass in (-0.5, 90):
+        for of_mass in (site.coverage, site.interval):
+            with pytest.raises(ValueError, match="mass must be a probability between 0 and 1"):
+                of_mass(mass)
+    with pytest.raises(ValueError, match="log of 'y' is NaN for observed data. Cure"):
+        undefined = {"log": lambda data: (data - data.mean()).log().mean()}
+        predictive_check("posterior", target, posterior(y.flatten()), undefined)
     with pytest.raises(ValueError, match="statistic sum of 'y' gives \\(30,\\) values. Cure"):
         predictive_check("posterior", target, posterior(y.flatten()), {"sum": lambda d: d.sum(1)})
 

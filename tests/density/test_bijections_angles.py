@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -64,6 +65,44 @@ def test_the_density_is_that_of_the_angle_and_of_its_number_of_turns(family):
     assert torch.allclose(target.log_prob(latent), expected, atol=1e-6)
     # An observed angle is no latent variable.
     assert not Target(model, torch.full(fn.event_shape, 0.1).double()).turns
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_a_uniform_phase_is_an_angle_of_another_period(event):
+    low, high = torch.tensor([1.0, -2.0]).double(), torch.tensor([4.0, 0.5]).double()
+    fn = dist.Uniform(low, high).to_event(1) if event else dist.Uniform(low, high)
+
+    def model():
+        with pyro.plate("phases", 2) if not event else contextlib.nullcontext():
+            pyro.sample("phase", fn)
+
+    centre = torch.tensor([3.8, -1.9]).double()
+    target = Target(on_one_turn(model, {"phase": centre}))
+    torch.manual_seed(0)
+    latent = centre + 3 * torch.randn(2000, 2, dtype=torch.float64)
+    phase = target.constrain(latent)["phase"]
+    assert (phase >= low).all() and (phase < high).all()
+    turns = (latent - phase) / (high - low)
+    assert torch.allclose(turns, turns.round(), atol=1e-9) and len(turns.round().unique()) > 4
+    unit = (high - low) / (2 * math.pi)
+    log_turn = _log_turn((latent - centre) / unit, 0.0).sum(-1)
+    assert torch.allclose(target.log_prob(latent), log_turn - (high - low).log().sum(), atol=1e-6)
+    # All turns together have the density of the phase.
+    counts = torch.arange(-4.0, 5.0).double()
+    all_turns = torch.tensor([2.2, 0.1]).double() + torch.cartesian_prod(counts, counts) * (
+        high - low
+    )
+    assert target.log_prob(all_turns).exp().sum() == pytest.approx(1 / (3.0 * 2.5), rel=1e-6)
+    again = target.constrain(target.unconstrain({"phase": phase}))["phase"]
+    assert torch.allclose((again - phase) / (high - low), torch.zeros(2).double(), atol=1e-9)
+
+
+def test_a_phase_never_reaches_its_upper_bound():
+    """There a uniform distribution of torch has no density."""
+    low, high = torch.tensor(0.0), torch.tensor(2 * math.pi)
+    transform = biject_to(one_turn(torch.tensor(3.0), low, high))
+    ends = torch.tensor([-1e-8, -1e-7, 2 * math.pi - 1e-7, 4 * math.pi])
+    assert dist.Uniform(low, high).log_prob(transform(ends)).isfinite().all()
 
 
 def test_draws_of_an_angle_become_draws_of_its_coordinate():

@@ -15,7 +15,7 @@ from scipy.special import i0, i1
 from pyro_implicit import fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, log_evidence, starts
-from pyro_implicit.fitting.starts import middle_of_turns
+from pyro_implicit.fitting.starts import find_phases, middle_of_turns
 
 OBSERVED = torch.tensor([3.0, -3.1, -2.9, 2.6, -2.7])
 CONCENTRATION = 2.0
@@ -105,6 +105,83 @@ def test_angles_of_a_plate_in_minibatches_lie_within_a_turn():
     found = torch.atan2(phi.sin().mean(0), phi.cos().mean(0))
     expected = torch.atan2(rows.sin().sum(0), rows.cos().sum(0))
     assert torch.allclose((found - expected).cos(), torch.ones(3), atol=0.02)
+
+
+def wave(y, low=0.0):
+    size = pyro.sample("size", dist.HalfNormal(2.0))
+    phase = pyro.sample("phase", dist.Uniform(low, low + 1.0))
+    with pyro.plate("rows", len(y)):
+        times = 0.1 * torch.arange(len(y))
+        pyro.sample("y", dist.Normal(size * (2 * math.pi * (times + phase)).cos(), 1.0), obs=y)
+
+
+WAVE = 0.8 * (2 * math.pi * 0.1 * torch.arange(12)).cos() + 0.3 * torch.tensor(
+    [0.5, -1.2, 0.7, 0.9, -0.4, 1.1, -0.8, 0.2, -1.0, 0.6, -0.3, 0.8]
+)
+
+
+def test_a_phase_at_its_bounds_has_the_exact_posterior():
+    """Its posterior lies at both bounds, which cut it into two modes."""
+    result = fit(wave, "auto", WAVE, 2.0, seed=0, progress=False)
+    assert result.num_modes == 1 and result.diagnose().verdict.startswith("trust")
+    drawn = result.sample(4000)
+    phase = drawn["phase"]
+    assert phase.min() >= 2.0 and phase.max() < 3.0
+    size, places = torch.meshgrid(
+        torch.linspace(0.005, 6.0, 600).double(),
+        2.0 + (torch.arange(400).double() + 0.5) / 400,
+        indexing="ij",
+    )
+    angle = 2 * math.pi * (0.1 * torch.arange(12) + places.unsqueeze(-1))
+    log_p = dist.Normal(size.unsqueeze(-1) * angle.cos(), 1.0).log_prob(WAVE).sum(-1)
+    log_p = log_p + dist.HalfNormal(2.0).log_prob(size)
+    weights = log_p.flatten().softmax(0).reshape(log_p.shape)
+    for wave_of in (torch.cos, torch.sin):
+        exact = (weights * wave_of(2 * math.pi * places)).sum()
+        assert abs(wave_of(2 * math.pi * phase).mean() - exact) < 0.03
+    exact = (weights * size).sum()
+    assert abs(drawn["size"].mean() - exact) < 0.03
+    assert abs((phase > 2.5).double().mean() - weights[:, 200:].sum()) < 0.03
+    assert 0.2 < weights[:, 200:].sum() < 0.8  # on both sides
+    log_cell = math.log(6.0 / 600 / 400)
+    assert abs(log_evidence(result).value - log_p.logsumexp((0, 1)) - log_cell) < 0.03
+
+
+def test_which_uniform_variables_are_phases():
+    def of_square(y):  # even: the same at both bounds, but with opposite slopes
+        rho = pyro.sample("rho", dist.Uniform(-1.0, 1.0))
+        pyro.sample("y", dist.Normal(rho.square(), 0.1), obs=y)
+
+    def of_scale(y):  # undefined at one bound
+        scale = pyro.sample("scale", dist.Uniform(0.0, 5.0))
+        pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+    def of_several(y):
+        with pyro.plate("waves", 3):
+            phase = pyro.sample("phase", dist.Uniform(-math.pi, math.pi))
+        shift = pyro.sample("shift", dist.Uniform(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal((3 * phase).sin().sum() + shift.sum(), 0.5), obs=y)
+
+    one = torch.tensor(0.3)
+    assert find_phases(Target(of_square, one)) == {} == find_phases(Target(of_scale, one))
+    assert list(find_phases(Target(of_several, one))) == ["phase"]
+    assert list(find_phases(Target(wave, WAVE))) == ["phase"]
+    assert not find_phases(Target(headings, OBSERVED))
+    target, state = Target(wave, WAVE), torch.get_rng_state()
+    find_phases(target)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_phases_of_exchangeable_waves_share_their_turn():
+    def waves(y):
+        with pyro.plate("waves", 2):
+            phase = pyro.sample("phase", dist.Uniform(1.0, 3.0))
+        total = (math.pi * (0.2 * torch.arange(len(y)).unsqueeze(-1) + phase)).cos().sum(-1)
+        pyro.sample("y", dist.Normal(total, 0.3).to_event(1), obs=y)
+
+    target = Target(waves, 2 * (math.pi * (0.2 * torch.arange(8) + 1.02)).cos())
+    middle = middle_of_turns(target, 100, 10.0, find_phases(target))["phase"]
+    assert torch.equal(middle, torch.full((2,), 3.0))  # which is 1, and far from 2
 
 
 def test_exchangeable_angles_share_their_turn():
