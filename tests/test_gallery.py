@@ -38,7 +38,7 @@ SHORT = replace(
     ),
     integration=replace(
         FitPolicy().integration, num_draws=128, least_draws=128, least_weighed=100,
-        weigh_seconds=1e-3, search_seconds=1e-3,
+        weigh_seconds=1e-3, step_seconds=1e-4,
     ),
 )  # fmt: skip
 GALLERY = ROOT / "docs" / "gallery"
