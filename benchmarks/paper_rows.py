@@ -172,7 +172,7 @@ ROWS = [
             ("injective", 0.3, 2.0),
             ("livi", 0.35, 2.0),
             ("sivi", 0.5, 2.0),
-            ("uivi", 1.8, 2.0),
+            ("uivi", 2.5, 2.0),
         )
         if seed == 0 or encoder not in ("sivi", "uivi")
     ),
