@@ -136,7 +136,6 @@ def best_of_race(
     return {n: part[0] for n, part in target.constrain(loc[best : best + 1]).items()}, outcome
 
 
-@torch.no_grad()
 def find_phases(target: Target) -> Phases:
     """Return the uniform latent variables at whose bounds the density is the same, and its slope.
 
@@ -164,6 +163,7 @@ def find_phases(target: Target) -> Phases:
     return {name: ends for name, ends in found.items() if _meet(target, values, name, *ends)}
 
 
+@torch.no_grad()
 def _meet(
     target: Target, values: Mapping[str, Tensor], name: str, low: Tensor, high: Tensor
 ) -> bool:
@@ -216,18 +216,23 @@ def middle_of_turns(
     :param num_iterations: the maximal number of Newton iterations. If it is 0, L-BFGS climbs from
         ``target.init_loc`` instead, at its values of discrete latent variables.
     :param seconds: the limit of the search in wall time.
-    :param phases: of :func:`find_phases`, which are angles, too.
+    :param phases: of :func:`find_phases`, which are angles, too, if they are at the mode.
     :returns: by site, of the shape of its value; see
         :func:`~pyro_implicit.density.bijections.on_one_turn`.
     :raises ValueError: if the log-density is finite at none of the initial points of the search.
     """
-    phases, middle = phases or {}, dict[str, Tensor | None](dict.fromkeys(target.turns))
-    bounds = dict(phases)
+    middle = dict[str, Tensor | None](dict.fromkeys(target.turns))
+    bounds = dict(phases or {})
     if target.turns and _is_periodic(target):
         bounds |= {name: (zero - math.pi, zero + math.pi) for name, zero in target.turns.items()}
     if not bounds:
         return middle
     values = target.constrain(_mode(target, num_iterations, seconds))
+    # At draws of vague priors, rounding may hide a difference between the ends.
+    at_mode = {name: value.unsqueeze(0) for name, value in values.items()}
+    for name, ends in (phases or {}).items():
+        if not _meet(target, at_mode, name, *ends):
+            del bounds[name]
     for name, (low, high) in bounds.items():
         middle[name] = low + torch.remainder(values[name] - low, high - low)
     for group in find_symmetries(target, seconds).groups:

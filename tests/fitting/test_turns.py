@@ -162,7 +162,15 @@ def test_which_uniform_variables_are_phases():
         shift = pyro.sample("shift", dist.Uniform(torch.zeros(2), 1.0).to_event(1))
         pyro.sample("y", dist.Normal((3 * phase).sin().sum() + shift.sum(), 0.5), obs=y)
 
+    def of_vague(y):  # next to draws of `mean`, the effect of `shift` is lost
+        mean = pyro.sample("mean", dist.Normal(0.0, 1e7))
+        shift = pyro.sample("shift", dist.Uniform(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean + shift, 1.0), obs=y)
+
     one = torch.tensor(0.3)
+    target = Target(of_vague, one)
+    phases = find_phases(target)
+    assert list(phases) == ["shift"] and middle_of_turns(target, 100, 10.0, phases) == {}
     assert find_phases(Target(of_square, one)) == {} == find_phases(Target(of_scale, one))
     assert list(find_phases(Target(of_several, one))) == ["phase"]
     assert list(find_phases(Target(wave, WAVE))) == ["phase"]
