@@ -12,8 +12,8 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import trace_model
-from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.runtime.messages import short_repr
@@ -124,8 +124,8 @@ class Pointwise:
         lead = next(iter(draws.values())).shape[:2]
         flat = {name: value.flatten(0, 1) for name, value in draws.items()}
         sites, parts = observed_sites(target, flat), []
-        for start in range(0, lead.numel(), RUNS.draws_at_once):  # bounds memory with places
-            some = {k: value[start : start + RUNS.draws_at_once] for k, value in flat.items()}
+        for start in range(0, lead.numel(), DECISIONS.draws_at_once):
+            some = {k: value[start : start + DECISIONS.draws_at_once] for k, value in flat.items()}
             part = observation_columns(target.log_likelihood(some, list(sites), scaled), sites)
             parts.append(part if places is None else part[:, places])
         values = torch.cat(parts)

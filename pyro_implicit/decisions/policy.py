@@ -21,6 +21,9 @@ class DecisionPolicy:
     #: Log-likelihoods of all draws and observations, at most, beyond ``num_draws``; bounds memory.
     max_numbers: int = 10**7
 
+    #: Draws whose log-likelihoods are computed at once, of all observations; a limit of memory.
+    draws_at_once: int = 100
+
     #: Draws for the surrogate of subsampled LOO: the mean density of all observations.
     surrogate_draws: int = 32
 

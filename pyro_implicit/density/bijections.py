@@ -202,9 +202,7 @@ class _OnOneTurn(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.centres:
-            centre = self.centres[msg["name"]]
-            support = constraints.interval(-math.pi, math.pi)
-            msg["fn"] = _with_support(msg["fn"], support if centre is None else one_turn(centre))
+            msg["fn"] = _turned(msg["fn"], self.centres[msg["name"]])
 
 
 class _Circle(Uniform):
@@ -213,19 +211,19 @@ class _Circle(Uniform):
     support: Any = constraints.real  # of each instance another one
 
 
-def _with_support(fn: Any, support: Any) -> Any:
-    """Return the same distribution with another support of its innermost elements."""
+def _turned(fn: Any, centre: Any) -> Any:
+    """Return the same distribution, whose innermost elements lie within one turn."""
     if isinstance(fn, Uniform):
         circle = _Circle(fn.low, fn.high)
-        circle.support = one_turn(support.centre, fn.low, fn.high)
+        circle.support = one_turn(centre, fn.low, fn.high)
         return circle
     fn = copy.copy(fn)
-    if isinstance(fn, (SineBivariateVonMises, SineSkewed)):
-        support = constraints.independent(support, 1)
-    if isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises)):
-        fn.support = support
-    else:  # expanded, masked, or an event
-        fn.base_dist = _with_support(fn.base_dist, support)
+    if not isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises)):
+        fn.base_dist = _turned(fn.base_dist, centre)  # expanded, masked, or an event
+        return fn
+    fn.support = constraints.interval(-math.pi, math.pi) if centre is None else one_turn(centre)
+    if not isinstance(fn, VonMises):
+        fn.support = constraints.independent(fn.support, 1)
     return fn
 
 

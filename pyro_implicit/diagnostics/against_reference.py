@@ -328,7 +328,7 @@ def check_mixing(
         found = replace(found, r_hat=r_hat.item(), worst_r_hat=labels[int(worst)])
     if sizes:
         # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
-        inverse = 1 / torch.cat(sizes).clamp(1, len(whole))
+        inverse = 1 / torch.cat(sizes).clamp(1, len(next(iter(draws.values()))))
         found = replace(found, independent_draws=1 / inverse.mean().item())
         size, worst = torch.cat(sizes).min(0)
         if size.isfinite():

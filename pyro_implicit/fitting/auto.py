@@ -55,8 +55,9 @@ from pyro_implicit.fitting.refinement import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
-from pyro_implicit.fitting.starts import between, find_phases, middle_of_turns
+from pyro_implicit.fitting.starts import between
 from pyro_implicit.fitting.training import HeldOut, default_loss
+from pyro_implicit.fitting.turns import find_phases, middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO

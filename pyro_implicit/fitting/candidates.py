@@ -619,7 +619,12 @@ class _JointDraws:
     def __init__(self, symmetries: Symmetries | None, marginal: Marginal) -> None:
         self._symmetries, self._marginal = symmetries, marginal
         self._latents: list[Tensor] = []
-        self.max_fault = 0.0
+        self._faults: list[float] = []
+
+    @property
+    def max_fault(self) -> float:
+        """The largest error of a log-density; infinite if there was no draw with one."""
+        return max(self._faults, default=math.inf)
 
     def draw(self, rest: Tensor) -> Tensor:
         """Draw the integrated variables, and return the density of the remaining ones."""
@@ -629,7 +634,7 @@ class _JointDraws:
         self._latents.append(latent)
         known = fault[value.isfinite()]
         if len(known):
-            self.max_fault = max(self.max_fault, known.amax().item())
+            self._faults.append(known.amax().item())
         return value
 
     def take(self) -> Tensor:

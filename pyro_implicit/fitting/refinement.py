@@ -303,8 +303,10 @@ def move_draws(
 def _chain_setup(
     stages: Stages, chains: ChainPlan, several: bool, optional: bool
 ) -> ChainSetup | None:
-    """Return the settings of chains, or of annealing for several modes; None if there is no time
-    for optional chains."""
+    """Return the settings of chains, or of annealing for several modes.
+
+    :returns: None if there is no time for optional chains.
+    """
     result, budget = stages.result, stages.policy.budget
     target = result.target
     if several:  # many short chains: the numbers in the modes are those of the weights

@@ -400,6 +400,7 @@ class SimulatorFit(Printed):
         :param args: arguments of the model with other data, like ``kwargs``; by default those of
             :func:`fit_simulator`.
         :returns: by site, ``(num_samples, *site_shape)``.
+        :raises TypeError: for data that are no tensors.
         :raises ValueError: for data of another shape, or that are not finite, or for other data
             after several rounds.
         """

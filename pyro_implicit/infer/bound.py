@@ -295,10 +295,10 @@ class EvidenceBound(NamedTuple):
         return (
             f"The importance weights are unreliable ({found}; reliable: k-hat up to "
             f"{RELIABLE_KHAT}): their tail is so heavy that a few draws, or some that are missing, "
-            "have most of the weight. The bound holds, but do not reweight or resample draws by "
-            "these weights. Cure: train the guide for longer or give it a wider generator, raise "
-            "num_mixing, or move its draws by refine(model, guide, ...). The log-weights of all "
-            "rows add up: with a latent for each row, give few rows at a time"
+            "may have most of the weight. The bound holds, but do not reweight or resample draws "
+            "by these weights. Cure: train the guide for longer or give it a wider generator, "
+            "raise num_mixing, or move its draws by refine(model, guide, ...). The log-weights of "
+            "all rows add up: with a latent for each row, give few rows at a time"
         )
 
 

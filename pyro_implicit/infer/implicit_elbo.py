@@ -143,7 +143,7 @@ class ImplicitELBO(StepELBO):
         raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
 
     def _begin_step(self) -> None:
-        self.num_steps_taken += 1
+        super()._begin_step()
         if self.num_steps_taken % ELBOS.fold_steps == 0:
             warn_of_folds(self)
 

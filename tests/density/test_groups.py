@@ -272,7 +272,7 @@ def test_missing_data_of_a_later_minibatch_are_named():
 
 
 def test_a_later_minibatch_has_the_arguments_and_shapes_of_the_first():
-    """Else the first one's arguments would take the place of those that are missing."""
+    """Otherwise arguments of the first one would replace the missing ones."""
 
     def scaled(x, scale):
         mean = pyro.sample("mean", dist.Normal(0.0, 10.0))

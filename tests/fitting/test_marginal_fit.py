@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -20,7 +21,12 @@ from pyro_implicit.density.marginal_normal import NormalMarginal
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import MARGINAL
 from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy, auto, refinement
-from pyro_implicit.fitting.candidates import exact_guide, exact_log_weights, joint_draws
+from pyro_implicit.fitting.candidates import (
+    _JointDraws,
+    exact_guide,
+    exact_log_weights,
+    joint_draws,
+)
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
 SIZE = 110
@@ -238,3 +244,15 @@ def test_chains_with_doubts_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="chains stopped"):
         found, names = names_after_few_gradients("check", monkeypatch)
     assert "marginal" not in names and found.refined is not None
+
+
+def test_joint_draws_without_a_density_have_no_small_fault():
+    """Otherwise they would pass their check."""
+
+    def draw(rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return rest, torch.tensor([-math.inf, 0.0]), torch.tensor([0.0, 0.5])
+
+    joint = _JointDraws(None, SimpleNamespace(draw=draw))
+    assert joint.max_fault == math.inf
+    joint.draw(torch.zeros(2, 1))
+    assert joint.max_fault == 0.5 and joint.take().shape == (2, 1)

@@ -14,8 +14,8 @@ from scipy.special import i0, i1
 
 from pyro_implicit import fit
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import Fit, log_evidence, starts
-from pyro_implicit.fitting.starts import find_phases, middle_of_turns
+from pyro_implicit.fitting import Fit, log_evidence, turns
+from pyro_implicit.fitting.turns import find_phases, middle_of_turns
 
 OBSERVED = torch.tensor([3.0, -3.1, -2.9, 2.6, -2.7])
 CONCENTRATION = 2.0
@@ -244,7 +244,7 @@ def test_an_angle_beside_counts_that_are_summed_out():
 
 
 def test_the_climb_ends_in_time(monkeypatch):
-    monkeypatch.setattr(starts, "find_symmetries", lambda *_: SimpleNamespace(groups=()))
+    monkeypatch.setattr(turns, "find_symmetries", lambda *_: SimpleNamespace(groups=()))
 
     def calls(seconds):
         pyro.set_rng_seed(0)  # the climb begins at medians of draws

@@ -28,7 +28,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc import TeachPolicy, teach
-from pyro_implicit.mcmc.teaching import density_at_draws, unconstrained_draws
+from pyro_implicit.mcmc.guide_density import density_at_draws, unconstrained_draws
 
 
 def model():

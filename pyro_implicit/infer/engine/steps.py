@@ -347,7 +347,7 @@ class StepELBO(Trace_ELBO):
         return math.nan
 
     def _begin_step(self) -> None:
-        """Count a training step."""
+        self.num_steps_taken += 1
 
     def total(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
