@@ -178,6 +178,7 @@ class Recorder(DispatchMode):
         self._seen: set[int] = set()
         for i, tensor in enumerate(inputs):
             node = self.graph.placeholder(f"input_{i}")
+            node.meta["depends"] = True
             self._track(tensor, node)
             self._outer.add(node.meta["storage"])
         self._outer -= {self._key(tensor) for tensor in writable}
@@ -213,12 +214,15 @@ class Recorder(DispatchMode):
         )
         out = func(*args, **kwargs)
         node = self.graph.call_function(func, *arguments)
+        node.meta["depends"] = any(known) or is_random
         if isinstance(out, Tensor):
             self._track(out, node)
         elif isinstance(out, (tuple, list)):
             for i, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._track(part, self.graph.call_function(_item, (node, i)))
+                    item = self.graph.call_function(_item, (node, i))
+                    item.meta["depends"] = node.meta["depends"]
+                    self._track(part, item)
         return out
 
     def refuse(self, cause: str) -> Untraceable:
@@ -227,8 +231,11 @@ class Recorder(DispatchMode):
         return self.refusal
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor depends on an input."""
-        return tensor in self._nodes and self._nodes[tensor].op != "get_attr"
+        """Tell whether a tensor depends on an input or on random numbers."""
+        if tensor not in self._nodes:
+            return False
+        meta = self._nodes[tensor].meta
+        return meta.get("depends", False) or meta["storage"] in self.mutated
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """Add the outputs to the graph."""
@@ -237,7 +244,8 @@ class Recorder(DispatchMode):
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
         for tensor in tensors:
-            self._capture(tensor)
+            if tensor not in self._nodes:  # what nodes read is captured
+                self._capture(tensor)
         out = func(*args, **kwargs)
         for part in leaves_of(out):
             if isinstance(part, Tensor):

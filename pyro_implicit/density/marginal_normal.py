@@ -437,14 +437,20 @@ def find_normal_marginal(
         return None
     if target.summed_out or target.subsampled or not target.is_vectorized:
         return None
-    bends = _bend(target, own, policy)
-    own = [group for group, bent in zip(own, bends, strict=True) if not bent]
+    bends = _bend(target, own, target.init_loc.unsqueeze(0), policy)
     starts = target.sample_prior(policy.num_points - 1)
     starts = target.init_loc + policy.spread * (starts - target.init_loc)
     starts = torch.cat([target.init_loc.unsqueeze(0), starts[starts.isfinite().all(-1)]])
     exact = target.in_double()
     if not exact.log_prob(starts.double()).isfinite().any():
         exact = target  # for instance a matrix in single precision outside of the arguments
+    for index in (index for index, bent in enumerate(bends) if bent):
+        # Few sites of a loop may have other terms, as those of censored observations.
+        alone = [[name] for name in own[index]] if len(own[index]) > 1 else []
+        bent = _bend(exact, alone, starts.to(exact.init_loc), policy)
+        own[index] = [name for (name,), is_bent in zip(alone, bent, strict=True) if not is_bent]
+    own = [group for group in own if _size(target, group) >= policy.least_added]
+    own.sort(key=lambda group: -_size(target, group))
     taken: list[list[str]] = []
     for group in own:
         if not taken and _size(target, group) < policy.least_integrated:
@@ -479,20 +485,24 @@ def _may_be_normal(target: Target, group: list[str], policy: MarginalPolicy) -> 
     return all(_is_identity(target.transforms[name]) for name in group)
 
 
-def _bend(target: Target, groups: list[list[str]], policy: MarginalPolicy) -> list[bool]:
+def _bend(
+    target: Target, groups: list[list[str]], starts: Tensor, policy: MarginalPolicy
+) -> list[bool]:
     """Return for each group whether the density along a line is clearly no quadratic function.
 
     The third difference of one line's values costs little, and spares the whole check.
     """
     index = site_parts(torch.arange(target.latent_dim), target.shapes)
-    lines = target.init_loc.new_zeros(len(groups), target.latent_dim)
+    lines = starts.new_zeros(len(groups), 1, target.latent_dim)
     for line, group in zip(lines, groups, strict=True):
         own = torch.cat([index[name].flatten() for name in group])
-        line[own] = policy.line_length * torch.randn(len(own)).to(line)
-    steps = torch.arange(4).to(lines)[:, None, None] - 1.5
-    values = target.log_prob((target.init_loc + steps * lines).flatten(0, 1)).reshape(4, -1)
+        line[:, own] = policy.line_length * torch.randn(len(own)).to(line)
+    steps = torch.arange(4).to(lines)[:, None, None, None] - 1.5
+    points = starts + steps * lines
+    values = target.log_prob(points.flatten(0, 2)).reshape(points.shape[:-1])
     third = values.diff(n=3, dim=0).squeeze(0).abs()
-    return (third > _tolerance(values.dtype, policy) * values.abs().amax(0)).tolist()
+    bent = third > _tolerance(values.dtype, policy) * values.abs().amax(0)
+    return bent.any(-1).tolist()
 
 
 def _tolerance(dtype: torch.dtype, policy: MarginalPolicy) -> float:

@@ -185,7 +185,7 @@ ALMOST: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", ALMOST)
 def test_almost_quadratic_densities_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_bend", lambda target, groups, policy: [False] * len(groups))
+    monkeypatch.setattr(module, "_bend", lambda target, groups, *args: [False] * len(groups))
     assert find_marginal(Target(almost(ALMOST[name]), Y)) is None
 
 
@@ -307,6 +307,36 @@ def test_sites_of_a_loop_and_a_smooth_trend() -> None:
     found = find_marginal(Target(smooth, Y))
     assert len(found._structure.seeds) == 5
     assert find_marginal(Target(loop, Y[:24])).num_integrated == 24
+
+
+def test_sites_of_a_loop_with_censored_observations() -> None:
+    """All but these sites are integrated; the value is that of dense algebra."""
+    censored, level = torch.tensor([5, 17, 18]), -0.5
+
+    def loop(y: Tensor) -> None:
+        sd = pyro.sample("sd", dist.HalfNormal(1.0))
+        x = torch.tensor(0.0)
+        for t in pyro.markov(range(len(y))):
+            x = pyro.sample(f"x_{t}", dist.Normal(x, sd))
+            if t in censored:
+                pyro.factor(f"below_{t}", torch.special.log_ndtr(level - x))
+            else:
+                pyro.sample(f"y_{t}", dist.Normal(x, 1.0), obs=y[t])
+
+    marginal = find_marginal(Target(loop, Y))
+    assert list(marginal.shapes) == ["sd", *(f"x_{t}" for t in censored.tolist())]
+    rest = 0.5 * torch.randn(3, 4).double()
+    value, _ = marginal.evaluate(rest)
+    seen = torch.ones(SIZE, dtype=torch.bool).index_fill(0, censored, False)
+    time = torch.arange(1, SIZE + 1).double()
+    for point, found in zip(rest, value, strict=True):
+        sd, x = point[0].exp(), point[1:]
+        covariance = sd**2 * torch.minimum(time, time.unsqueeze(-1)) + seen.double().diag()
+        given = torch.where(seen, Y.double(), 0.0).index_copy(0, censored, x)
+        exact = torch.distributions.MultivariateNormal(time.new_zeros(SIZE), covariance)
+        expected = exact.log_prob(given) + torch.special.log_ndtr(level - x).sum()
+        expected = expected + dist.HalfNormal(1.0).log_prob(sd) + point[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 
 def test_a_model_of_single_precision() -> None:
