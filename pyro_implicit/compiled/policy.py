@@ -42,6 +42,9 @@ class RecordingPolicy:
     #: gradient of zero may differ by rounding.
     small_gradient: float = 0.01
 
+    #: Elements of a constant up to which it is compared with others, as equal ones become one.
+    largest_compared: int = 1024
+
     #: Equal operations that are fused; fewer cost more to stack than they save.
     fused_nodes: int = 3
 

@@ -134,15 +134,15 @@ _ELEMENTWISE = {aten.select.int, aten.select_scatter.default}
 _WRITES = {aten.select_scatter.default, aten.slice_scatter.default, aten.as_strided_scatter.default}
 
 
-def simplify(graph: fx.Graph, mutated: set[int]) -> None:
+def simplify(recorder: Recorder) -> None:
     """Remove, in place, operations without effect, repeated operations and unused ones.
 
     Results stay bit-identical. Unused random draws stay, as they move the generator's state.
 
-    :param graph: the graph of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
-    :param mutated: storages that its operations write to; operations on them stay as they are.
-        Those on a tensor that nothing else shares become functional, and leave this set.
+    :param recorder: with a graph. Operations on storages that the graph writes to stay as they are.
+        Those on a tensor that nothing else shares become functional, and leave ``mutated``.
     """
+    graph, mutated = recorder.graph, recorder.mutated
     written: dict[int, list[fx.Node]] = {storage: [] for storage in mutated}
     for node in graph.nodes:
         if (storage := node.meta.get("storage")) in written:
@@ -153,9 +153,13 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
             _shorten(node)
     seen: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or touches(node, mutated) or is_random(node):
+        if node.op == "get_attr":
+            key = _contents(recorder.constants[str(node.target)])
+        elif node.op == "call_function" and not (touches(node, mutated) or is_random(node)):
+            key = _key(node)
+        else:
             continue
-        same = seen.setdefault(_key(node), node)
+        same = seen.setdefault(key, node)
         if same is not node:
             node.replace_all_uses_with(same)
     for node in reversed(graph.nodes):
@@ -270,6 +274,15 @@ def _key(node: fx.Node) -> Any:
     return node.target, freeze(node.args), tuple((k, freeze(v)) for k, v in node.kwargs.items())
 
 
+def _contents(tensor: Tensor) -> Any:
+    """Return a key that is the same for small constants of the same kind and contents."""
+    if tensor.numel() > RECORDINGS.largest_compared or not _is_plain(tensor):
+        return id(tensor)
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return *kind, bytes(flat.view(torch.uint8).tolist())
+
+
 class Guard:
     """Notices changes of what a recording holds constant: tensors, and the contents of modules.
 
@@ -330,12 +343,12 @@ class RecordedFunction:
     ) -> None:
         keep_freed_memory(RECORDINGS.kept_memory, RECORDINGS.largest_kept)
         recorder = record(function, inputs, writable)
-        simplify(recorder.graph, recorder.mutated)
+        simplify(recorder)
         if len(recorder.graph.nodes) > RECORDINGS.least_operations:
             fused = FusedGraph(recorder)
             if fused.pays:  # recorded again, as one kernel after the other
                 recorder = record(lambda: fused(inputs), inputs, writable)
-                simplify(recorder.graph, recorder.mutated)
+                simplify(recorder)
         self.graph, self._constants = recorder.graph, recorder.constants
         self._guard = Guard(recorder.captured, modules)
         self._run = replayed(as_function(self.graph, self._constants), self.graph, inputs)
@@ -379,11 +392,11 @@ class FusedFunction:
             raise Untraceable("it has gradients of its own")
         if any(map(is_random, graph.nodes)):
             raise Untraceable("it is random")
-        simplify(graph, recorder.mutated)
+        simplify(recorder)
         if recorder.mutated:
             recorder, _ = _record_one(torch.func.functionalize(function), like)
             _stack_writes(recorder.graph)
-            simplify(recorder.graph, recorder.mutated)
+            simplify(recorder)
         if recorder.mutated:
             raise Untraceable("it changes tensors in place")
         self._fused, self._guard = FusedGraph(recorder), Guard(recorder.captured, ())

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pyro.distributions as dist
@@ -28,6 +29,7 @@ from torch.distributions import (
     constraints,
 )
 
+from pyro_implicit.density.policy import DISCRETE
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import (
     Site,
@@ -469,6 +471,42 @@ class _Ring(LogRing):
     """Pyro's ring, with a sum that ``vmap`` can run."""
 
     _backend = "pyro_implicit.ops.log_space"
+
+    def sumproduct(self, terms: Sequence[Tensor], dims: Iterable[str]) -> Tensor:
+        """Sum over dimensions, first over every other one of a chain, and so on.
+
+        Sums of equal shapes that do not depend on each other can run as one operation.
+        """
+        terms, dims = list(terms), set(dims)
+        while len(dims) >= DISCRETE.least_chain and (apart := self._apart(terms, dims)):
+            dims -= apart
+            for dim in sorted(apart):
+                own = [term for term in terms if dim in _symbols(term)]
+                terms = [term for term in terms if dim not in _symbols(term)]
+                terms.append(super().sumproduct(own, {dim}))
+        return super().sumproduct(terms, dims)
+
+    @staticmethod
+    def _apart(terms: list[Tensor], dims: set[str]) -> set[str]:
+        """Return dimensions that share no term, and whose sums have few elements."""
+        size: dict[str, int] = {}
+        near: dict[str, set[str]] = {}
+        for term in terms:
+            symbols = _symbols(term)
+            size.update(zip(symbols, term.shape, strict=True))
+            for dim in dims.intersection(symbols):
+                near.setdefault(dim, set()).update(symbols)
+        cost = {dim: math.prod(size[symbol] for symbol in near[dim]) for dim in near}
+        apart: set[str] = set()
+        for dim in sorted(cost, key=lambda dim: (cost[dim], dim)):
+            if cost[dim] <= DISCRETE.most_at_once and apart.isdisjoint(near[dim]):
+                apart.add(dim)
+        return apart
+
+
+def _symbols(term: Any) -> str:
+    """Return Pyro's names of the dimensions of a packed tensor."""
+    return term._pyro_dims
 
 
 def _common(scales: dict[str, Any]) -> Any:

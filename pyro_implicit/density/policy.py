@@ -246,6 +246,11 @@ class DiscretePolicy:
     #: which a sum is computed: a row of a mixture of 256 components.
     max_joint: int = 256
 
+    #: Discrete variables from which on sums over every other one of a chain are computed at once,
+    #: each of at most so many elements; larger sums take less time one after the other.
+    least_chain: int = 8
+    most_at_once: int = 256
+
     #: Sites, at most, of which some elements are moved to see whether they share a term.
     max_probed: int = 8
 

@@ -204,7 +204,7 @@ class Target:
         self._runs = BatchedRuns(type(self).__name__, refuses_random=self._allow_local is None)
         #: Runs models with long loops; other minibatches would need other recordings.
         self._fused: FusedDensity | None = None
-        if self._allow_local is None and discrete is None and not sampled:
+        if self._allow_local is None and not sampled:
             self._fused = FusedDensity(self._by_model, self._of_one)
         if discrete is not None and not sample_discrete:
             self._try(discrete)

@@ -45,10 +45,9 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
     if not summed:
         return total
     dims = tuple(range(len(output), len(order)))
-    shift = total.detach().amax(dims, keepdim=True).clamp(min=torch.finfo(total.dtype).min)
-    sum_ = (total - shift).exp().sum(dims)
-    log_sum = torch.where(sum_ > 0, sum_, 1.0).log()
-    return torch.where(sum_ > 0, log_sum, -math.inf) + shift.reshape(sum_.shape)
+    least = torch.finfo(total.dtype).min / 8  # finite, so that impossible terms have gradient 0
+    log_sum = total.clamp(min=least).logsumexp(dims)
+    return torch.where(log_sum < least / 2, -math.inf, log_sum)
 
 
 def transpose(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -71,7 +71,7 @@ def test_values(function, capfd):
     torch.manual_seed(0)
     x, other = torch.randn(2, N, dtype=torch.float64)
     recorder = record(lambda: function(x), [x])
-    simplify(recorder.graph, recorder.mutated)
+    simplify(recorder)
     fused = FusedGraph(recorder)
     torch.manual_seed(1)
     expected = function(other)
@@ -126,7 +126,7 @@ def test_draws_between_the_terms_of_an_alternating_sum():
     torch.manual_seed(0)
     x, other = torch.randn(2, N, dtype=torch.float64)
     recorder = record(lambda: function(x), [x])
-    simplify(recorder.graph, recorder.mutated)
+    simplify(recorder)
     fused = FusedGraph(recorder)
     torch.manual_seed(1)
     expected = function(other)
@@ -166,7 +166,7 @@ def test_writes_become_functional(function, left):
     x, other = torch.randn(2, N, dtype=torch.float64)
     recorder = record(lambda: function(x), [x])
     assert recorder.mutated
-    simplify(recorder.graph, recorder.mutated)
+    simplify(recorder)
     assert len(recorder.mutated) == left
     writes = [node for node in recorder.graph.nodes if must_run(node)]
     assert bool(writes) == bool(left)

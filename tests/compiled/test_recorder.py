@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values a recorded function may read, if it writes to views of constants."""
+"""Constants of recorded functions: which values may be read, and equal ones."""
 
 import pytest
 import torch
@@ -47,3 +47,18 @@ def test_numbers_of_inputs_are_refused(place):
     x = torch.randn(3)
     with pytest.raises(Untraceable, match="reads the value"):
         RecordedFunction(lambda: [x * float(written(x)[place].sum())], [x])
+
+
+def test_equal_constants_are_one():
+    x = torch.randn(3)
+
+    def function():
+        parts = [(x[1:] / torch.tensor([number, 1.0])).exp() for number in (0.0, 0.0, -0.0)]
+        return [*parts, x * torch.full((), 2.0), x * torch.tensor(2.0).expand(1)]
+
+    recorded = RecordedFunction(function, [x])
+    for found, expected in zip(recorded([x]), function(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    targets = [node.target for node in recorded.graph.nodes]
+    assert targets.count(torch.ops.aten.exp.default) == 2  # -0 is another number
+    assert targets.count(torch.ops.aten.mul.Tensor) == 2  # other shapes

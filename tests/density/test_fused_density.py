@@ -87,6 +87,17 @@ def compositions(y):
         pyro.sample(f"y_{i}", dist.Multinomial(int(y[i].sum()), probs=own), obs=y[i])
 
 
+def hidden_markov(y):
+    """The states are summed out."""
+    stay = pyro.sample("stay", dist.Beta(4.0, 2.0).expand([3]).to_event(1)).unsqueeze(-1)
+    mean = pyro.sample("mean", dist.Normal(torch.arange(3.0), 1.0).to_event(1))
+    transition = torch.where(torch.eye(3).bool(), stay, (1 - stay) / 2)
+    x = 0
+    for t in pyro.markov(range(len(y))):
+        x = pyro.sample(f"x_{t}", dist.Categorical(transition[x]), infer={"enumerate": "parallel"})
+        pyro.sample(f"y_{t}", dist.Normal(mean[x], 1.0), obs=y[t])
+
+
 def data(kind):
     y = torch.randn(SIZE)
     if kind is compositions:
@@ -106,7 +117,9 @@ def derivatives(log_prob, points):
     return value.detach(), score.detach(), product
 
 
-MODELS = [groups, sequential_plate, markov, recurrence, vectors, compositions, writes]
+MODELS = [
+    *(groups, sequential_plate, markov, recurrence, vectors, compositions, writes, hidden_markov),
+]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -125,6 +138,22 @@ def test_value_and_derivatives(model):
         log_prob, gradient = score(points)
     torch.testing.assert_close(log_prob, expected[0], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradient, expected[1], rtol=1e-10, atol=1e-10)
+
+
+def test_sum_over_a_chain():
+    """The forward algorithm, one state after the other."""
+    target = Target(hidden_markov, y := data(hidden_markov))
+    for point in target.init_loc + 0.3 * torch.randn(2, target.latent_dim):
+        stay, mean = point[:3].sigmoid(), point[3:]
+        transition = torch.where(torch.eye(3).bool(), stay.unsqueeze(-1), (1 - stay[:, None]) / 2)
+        forward = torch.tensor([1.0, 0.0, 0.0])
+        total = dist.Beta(4.0, 2.0).log_prob(stay).sum() + (stay * (1 - stay)).log().sum()
+        total = total + dist.Normal(torch.arange(3.0), 1.0).log_prob(mean).sum()
+        for t in range(SIZE):
+            forward = forward @ transition * dist.Normal(mean, 1.0).log_prob(y[t]).exp()
+            total = total + forward.sum().log()
+            forward = forward / forward.sum()
+        torch.testing.assert_close(target.log_prob(point.unsqueeze(0))[0], total)
 
 
 def test_the_same_posterior_in_double():
