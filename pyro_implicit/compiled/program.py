@@ -131,7 +131,7 @@ _NO_CHANGE = {
     *RESHAPES,
 }
 _ELEMENTWISE = {aten.select.int, aten.select_scatter.default}
-_WRITES = {aten.select_scatter.default, aten.slice_scatter.default, aten.as_strided_scatter.default}
+_WRITES = {aten.select_scatter.default, aten.as_strided_scatter.default}
 
 
 def simplify(recorder: Recorder) -> None:
@@ -176,6 +176,9 @@ def _stack_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten.copy.default and _is_alike(node, node.args[1]):
             node.replace_all_uses_with(node.args[1])
+        elif node.target is aten.slice_scatter.default:  # vmap refuses an end beyond the tensor
+            written, part, dim, start, end, *step = node.args
+            node.args = (written, part, dim, start, min(end, node.meta["shape"][dim]), *step)
     for node in list(graph.nodes):
         if node.target is aten.select.int:
             source, dim, index = node.args
