@@ -289,6 +289,8 @@ def _contents(tensor: Tensor) -> Any:
 class Guard:
     """Notices changes of what a recording holds constant: tensors, and the contents of modules.
 
+    A tensor that begins to have a gradient, as of an unfrozen layer, counts as changed.
+
     :param captured: constant tensors, with their versions.
     :param modules: modules whose parameters, buffers, submodules and modes must stay the same.
     """
@@ -296,7 +298,7 @@ class Guard:
     def __init__(
         self, captured: Iterable[tuple[Tensor, int]], modules: Iterable[nn.Module]
     ) -> None:
-        self._captured = list(captured)
+        self._captured = [(tensor, version, tensor.requires_grad) for tensor, version in captured]
         self._entries: list[tuple[dict[str, Any], str, Any]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         for module in modules:
@@ -308,7 +310,10 @@ class Guard:
     def holds(self) -> bool:
         """Tell whether nothing was replaced or written to."""
         return (
-            all(tensor._version == version for tensor, version in self._captured)
+            all(
+                tensor._version == version and tensor.requires_grad == has_gradient
+                for tensor, version, has_gradient in self._captured
+            )
             and all(entries.get(name) is value for entries, name, value in self._entries)
             and all(module.training == mode for module, mode in self._modes)
         )

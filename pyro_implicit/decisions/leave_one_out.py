@@ -84,6 +84,8 @@ def leave_one_out(
         loo = arviz.loo(data, pointwise=True, reff=reff.mean().item())
     columns = found.log_likelihood.flatten(0, 1)
     elpd, khat = (torch.from_numpy(loo[k].values.copy()).flatten() for k in ("loo_i", "pareto_k"))
+    # Equal weights have no tail.
+    khat = khat.masked_fill((columns == columns[0]).all(0), 0.0)
     error = _importance_error(columns, elpd, reff)
     is_repaired, bad = torch.zeros_like(elpd, dtype=torch.bool), {}
     rows = (~(khat <= FINITE_VARIANCE_KHAT)).nonzero().flatten()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ class ObservedSite:
 
 
 def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, ObservedSite]:
-    """Return the observed sites of a model, in model order.
+    """Return the observed sites of a model by name, so that models agree on their order.
 
     :param target: the posterior.
     :param draws: by site, ``(num_draws, *site_shape)``; the first draw is used.
@@ -74,6 +75,7 @@ def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Obs
             "the model observes nothing by pyro.sample(..., obs=...), so that no observation has a "
             "log-likelihood (pyro.factor adds no density of data). Cure: an observed site"
         )
+    found = {name: found[name] for name in sorted(found, key=_by_name)}
     for name, site in found.items():
         events = site.events
         if not site.is_discrete and len(events) > 1 and (events == events[0]).all():
@@ -83,6 +85,14 @@ def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Obs
                 "site"
             )
     return found
+
+
+def _by_name(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names, and numbers in them by value: ``y_2`` before ``y_10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
+
+
+_NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

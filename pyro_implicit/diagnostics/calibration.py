@@ -19,6 +19,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
@@ -247,6 +248,7 @@ def _simulate(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     trace = simulation_trace(model, args, kwargs)
+    refuse_subsampling(trace, "a simulation")  # which has data of these rows alone
     truth: dict[str, Tensor] = {}
     data: dict[str, Tensor] = {}
     for name, site in trace.nodes.items():

@@ -199,7 +199,7 @@ def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
         inner = [part.func, *part.args, *part.keywords.values()]
     elif inspect.ismethod(part):
         inner = [part.__self__, part.__func__]
-    elif inspect.isfunction(part) and part.__module__.split(".")[0] not in LIBRARIES:
+    elif inspect.isfunction(part) and (part.__module__ or "").split(".")[0] not in LIBRARIES:
         used = inspect.getclosurevars(part)
         inner = [*used.nonlocals.values(), *used.globals.values()]
     for one in inner:

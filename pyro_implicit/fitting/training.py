@@ -154,13 +154,14 @@ def train(
         :class:`~pyro_implicit.infer.ImplicitELBO`.
     :param is_enough: is called after 20, 40, 80, ... steps (``Schedule.first_look``); the training
         ends if it returns True.
-    :param max_nonfinite: steps in a row without a finite loss that end the training.
+    :param max_nonfinite: steps in a row without a finite loss and gradient that end the training.
     :param model_kwargs: keyword arguments of model and guide that have the name of an argument
         here.
     :returns: the loss of each step.
     :raises ValueError: for a ``max_seconds`` that is not positive, if neither model nor guide has a
         parameter, and for a minibatch with an observation that is NaN.
-    :raises RuntimeError: if ``max_nonfinite`` steps in a row, or all, have no finite loss.
+    :raises RuntimeError: if ``max_nonfinite`` steps in a row, or all, have no finite loss and
+        gradient.
     :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
     refuse_nonpositive(max_seconds=max_seconds)
@@ -302,8 +303,7 @@ def _step(
     loss = mean_over_processes(value.item(), value.device)
     if not math.isfinite(loss):
         return math.nan
-    descend(value, optimiser, clip_norm)
-    return loss
+    return loss if descend(value, optimiser, clip_norm) else math.nan
 
 
 def _refuse_missing_data(
@@ -321,7 +321,8 @@ def _check_finite(losses: list[float], finished: bool, most: int) -> None:
     number = min(most, len(losses))
     if (finished or number == most) and all(math.isnan(loss) for loss in losses[-number:]):
         raise RuntimeError(
-            f"the loss was not finite for {number} steps in a row, up to step {len(losses)}. "
+            f"the loss or its gradient was not finite for {number} steps in a row, up to step "
+            f"{len(losses)}. "
             'Cure: run the ELBO with nonfinite="raise", which names the term; a lower lr, or '
             "another init_loc_fn"
         )

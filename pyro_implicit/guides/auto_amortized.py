@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoGuide
+from pyro.nn import PyroParam
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from pyro_implicit.guides.policy import (
     LEAST_SCALE,
 )
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.runtime.sites import Site
 
 __all__ = ["AutoAmortized", "RowData"]
 
@@ -92,9 +94,9 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         sites = find_local_sites(trace, given)
         self._rows: dict[str, RowData] = {}
         for plate in (site.rows for site in sites):
+            index = trace.nodes.get(plate.name)
             # An encoder of the user may read the index of a row; it tells others nothing.
-            index = None if given or plate.name not in trace else trace.nodes[plate.name]["value"]
-            self._rows[plate.name] = RowData(plate, index, args, kwargs)
+            self._rows[plate.name] = RowData(plate, index, args, kwargs, reads_index=bool(given))
         local = [site.name for site in sites]
         hidden = poutine.block(self.model, hide=local)
         others = [
@@ -130,8 +132,10 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         features = _flatten(rows, like)
         scale = features.std(0, correction=0)
         key = site.key
-        self.register_buffer(f"loc_{key}", features.mean(0))
-        self.register_buffer(f"scale_{key}", torch.where(scale > 0, scale, torch.ones_like(scale)))
+        # Parameters, so that every way of saving keeps them; they are detached where they are used.
+        setattr(self, f"loc_{key}", PyroParam(features.mean(0)))
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        setattr(self, f"scale_{key}", PyroParam(scale))
         if given is None:
             given = _Encoder(features.shape[-1], site.size).to(features)
         setattr(self, f"encoder_{key}", given)
@@ -149,7 +153,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
             self._setup_prototype(*args, **kwargs)
         read = {name: rows.read(args, kwargs) for name, rows in self._rows.items()}
         self.plates = {
-            name: _plate(frame, self._rows.get(name), read)
+            name: _plate(frame, self._rows.get(name), read, args, kwargs)
             for name, frame in self._prototype_frames.items()
         }
         values = dict(self.rest(*args, **kwargs)) if self.rest is not None else {}
@@ -180,8 +184,8 @@ class AutoAmortized(DrawSummaries, AutoGuide):
     def _posterior(self, site: LocalSite, rows: list[Tensor]) -> dist.TorchDistribution:
         key = site.key
         encoder = registered(self, f"encoder_{key}")
-        features = _flatten(rows, getattr(self, f"loc_{key}"))
-        features = (features - getattr(self, f"loc_{key}")) / getattr(self, f"scale_{key}")
+        loc, scale = (getattr(self, f"{part}_{key}").detach() for part in ("loc", "scale"))
+        features = (_flatten(rows, loc) - loc) / scale
         if isinstance(encoder, Generator):
             if len(site.plates) > 1:
                 raise ValueError(
@@ -252,9 +256,14 @@ def _in_place(value: Tensor, site: LocalSite, num_rows: int) -> Tensor:
     return value.reshape(num_rows, *rest).movedim(0, site.row_dim)
 
 
-def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -> pyro.plate:
+def _plate(
+    frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]], args: tuple, kwargs: dict
+) -> pyro.plate:
     if data is None:
         return pyro.plate(frame.name, frame.full_size or frame.size, dim=frame.dim)
+    if data.index_place is not None:
+        index = _places(args, kwargs)[data.index_place]
+        return pyro.plate(frame.name, data.full_size, subsample=index, dim=frame.dim)
     num_rows = len(read[frame.name][0])
     if data.size == data.full_size:
         return pyro.plate(frame.name, num_rows, dim=frame.dim)
@@ -265,19 +274,23 @@ def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -
 class RowData:
     """The arguments of a model that have one row for each element of a plate.
 
-    ``drawn_by_model`` is whether they have all rows, of which the model subsamples some.
+    ``drawn_by_model`` is whether they have all rows, of which the model subsamples some, and
+    ``index_place`` the argument with the indices of the rows, None if there is none.
 
     :param plate: the plate.
-    :param index: indices of the rows; an argument that equals them is left out.
+    :param index: the site of its indices, if it has one.
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
+    :param reads_index: whether the encoder reads the argument with the indices, too.
+    :raises ValueError: if the model sets indices that are no argument, or no argument has rows.
     """
 
     def __init__(
         self,
         plate: CondIndepStackFrame,
-        index: Tensor | None,
+        index: Site | None,
         args: tuple,
         kwargs: dict[str, Any],
+        reads_index: bool = False,
     ) -> None:
         self.plate_name, self.size = plate.name, plate.size
         self.full_size = plate.full_size or plate.size
@@ -286,8 +299,12 @@ class RowData:
             place
             for place, value in _places(args, kwargs).items()
             if isinstance(value, Tensor) and value.dim() > 0 and len(value) in sizes
-            if index is None or not torch.equal(value, index)
         ]
+        self.index_place: int | str | None = None
+        if index is not None and index["fn"].subsample_size is None:  # the model gives them
+            self._find_index(index["value"], args, kwargs)
+        if not reads_index:
+            self.places = [place for place in self.places if place != self.index_place]
         if not self.places:
             raise ValueError(
                 f"plate '{plate.name}' has {plate.size} rows, but no argument of the model is a "
@@ -296,6 +313,17 @@ class RowData:
             )
         num_rows = len(self.read(args, kwargs)[0])
         self.drawn_by_model = self.size < num_rows == self.full_size
+
+    def _find_index(self, index: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        for place, value in _places(args, kwargs).items():
+            if isinstance(value, Tensor) and torch.equal(value, index.to(value.device)):
+                self.index_place = place
+        if self.index_place is None and len(index) < self.full_size:
+            raise ValueError(
+                f"the model gives plate '{self.plate_name}' the indices of its rows (subsample=), "
+                "but none of its arguments equals them, so that the guide cannot give them, too. "
+                "Cure: pass the indices to the model as an argument"
+            )
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """Return these arguments of another call.

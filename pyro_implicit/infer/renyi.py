@@ -15,6 +15,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.compiled import ACTIVE
+from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.bound import HierarchicalELBO, Proposal
 from pyro_implicit.infer.engine.folds import note_orientation
@@ -49,7 +50,8 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     The density of an injective generator is exact. A semi-implicit site has the estimate of
     :func:`~pyro_implicit.evidence_bound`, whose weights are unbiased, so that the value remains a
     bound; its gradient below is exact as ``num_mixing`` grows. If all sites of model and guide are
-    in a common plate, each element of the plate has its own bound, as in Pyro.
+    in a common plate, each element of the plate has its own bound, as in Pyro. A model that
+    subsamples is refused, as powers of weights of minibatches have another mean.
 
     The gradient of a guide with one implicit site is doubly reparameterised,
 
@@ -83,8 +85,8 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     :param num_steps: Gauss-Newton steps of the linearised proposal; each costs a Jacobian.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, for an implicit site that has
-        neither a conditional nor an exact density, noise that is not standard normal, or a
-        generator whose rows depend on each other.
+        neither a conditional nor an exact density, noise that is not standard normal, a generator
+        whose rows depend on each other, or a subsampled plate.
     :raises NotImplementedError: for a partly reparameterised site of the guide, as in Pyro.
 
     **References:**
@@ -194,6 +196,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             [site for site in trace.nodes.values() if site["type"] == "sample"]
             for trace in (model_trace, guide_trace)
         )
+        refuse_subsampling(model_trace, type(self).__name__)
         dims = get_dependent_plate_dims([*model_sites, *guide_sites])
         if is_one_trace:
             dims = [dim for dim in dims if dim > -self.max_plate_nesting]

@@ -550,8 +550,12 @@ class TemperingPolicy:
     #: along a trajectory, so that it may cross from one mode to another.
     label_width: float = 2.0
 
-    #: Transitions at the posterior before each mode is described by several normals.
+    #: Transitions at the posterior before each mode is described by several normals: a first block
+    #: and a second one as long, after which the length doubles up to a limit while the sd of any
+    #: variable around the modes still grows by this factor. Particles take long to reach tails.
     settling: int = 8
+    most_settling: int = 64
+    still: float = 1.05
 
     #: Normals of a mode, at most.
     most_normals: int = 8

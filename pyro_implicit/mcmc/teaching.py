@@ -192,14 +192,16 @@ def _parts(
     return parts[0], parts[1]
 
 
-def descend(loss: Tensor, optimiser: torch.optim.Optimizer, clip_norm: float) -> None:
-    """Take a step of an optimiser along the clipped gradient, if this is finite."""
+def descend(loss: Tensor, optimiser: torch.optim.Optimizer, clip_norm: float) -> bool:
+    """Take a step of an optimiser along the clipped gradient, and return whether it is finite."""
     optimiser.zero_grad()
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     loss.backward(inputs=parameters)  # other parameters get no gradient
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    if norm.isfinite():
+    is_finite = bool(norm.isfinite())
+    if is_finite:
         optimiser.step()
+    return is_finite
 
 
 def _take_moments(guide: Any, density: DensityAtDraws) -> bool:

@@ -508,8 +508,7 @@ def temper(space: Space, modes: Modes, track: Tracker, plan: ChainSetup) -> Anne
     walkers = Walkers(reference, adaptation, limits.label_width)
     cloud, walkers = anneal(space, reference, walkers, number, limits)
     here = cloud.here.take(cloud.resampled(number))
-    walkers, settled = _walk(space, walkers, here, limits.settling)
-    pool = settled[1::2].flatten(0, 1)
+    walkers, pool = _settle(space, walkers, here, normals, limits)
     normals, group = refined_normals(walkers.frame.components(slice(len(modes.loc))), pool, limits)
     labels = ModeLabels(normals, group)
     labels.join(space, pool, limits)
@@ -530,19 +529,42 @@ def temper(space: Space, modes: Modes, track: Tracker, plan: ChainSetup) -> Anne
     weights = labels.weigh(joined)
     here = joined.here.take(joined.resampled(plan.num_chains))
     walkers = walkers._replace(adaptation=walkers.adaptation.frozen())
-    walkers, draws = _walk(space, walkers, here, limits.num_draws)
+    walkers, _, draws = _walk(space, walkers, here, limits.num_draws)
     num_gradients = math.ceil(walkers.num_points / plan.num_chains)
     seconds = time.perf_counter() - began
     return Annealed(draws, weights, drift, walkers, stopped, num_gradients, seconds)
 
 
-def _walk(space: Space, walkers: Walkers, here: Evaluated, number: int) -> tuple[Walkers, Tensor]:
+def _settle(
+    space: Space, walkers: Walkers, here: Evaluated, modes: NormalMixture, policy: TemperingPolicy
+) -> tuple[Walkers, Tensor]:
+    """Make transitions at the posterior until the spread around the modes no longer grows.
+
+    :returns: the walkers, and positions of the second half, ``(num_positions, d)``.
+    """
+    number, before = policy.settling, None
+    while True:
+        walkers, here, positions = _walk(space, walkers, here, number)
+        pool = positions[-(number + 1) // 2 :].flatten(0, 1)
+        nearest = modes.log_joint(pool).argmax(-1)
+        own = torch.nn.functional.one_hot(nearest, len(modes.loc)).to(pool)
+        mean = own.mT @ pool / own.sum(0).clamp(min=1).unsqueeze(-1)
+        spread = (pool - mean[nearest]).std(0)
+        is_still = before is not None and bool((spread <= policy.still * before).all())
+        if is_still or number >= policy.most_settling:
+            return walkers, pool
+        number, before = (number if before is None else 2 * number), spread
+
+
+def _walk(
+    space: Space, walkers: Walkers, here: Evaluated, number: int
+) -> tuple[Walkers, Evaluated, Tensor]:
     """Make transitions at the posterior, and return all positions, ``(number, n, d)``."""
     positions = []
     for _ in range(number):
         walkers, here = walkers.moved(space, here)
         positions.append(here.points)
-    return walkers, torch.stack(positions)
+    return walkers, here, torch.stack(positions)
 
 
 def _wide(like: Tensor, drawn: Tensor) -> NormalMixture:

@@ -108,6 +108,27 @@ def test_several_sites_and_events():
     assert found.weights_with(torch.tensor([2]), 0.0)["z"].tolist() == 0.0
 
 
+def test_sites_are_ordered_by_name_and_equal_weights_are_good():
+    """However the model orders them; site b has the same density at all draws."""
+
+    def model(names):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        for name in names:
+            scale = 0.0 if name == "b" else 1.0
+            pyro.sample(name, dist.Normal(scale * x, 1.0), obs=torch.tensor(float(len(name))))
+
+    draws = {"x": 0.1 * torch.randn(4, 50)}
+    first, second = (
+        Pointwise.of(Target(model, names), draws)
+        for names in (["b", "y_10", "y_9"], ["y_9", "b", "y_10"])
+    )
+    assert first.labels == second.labels == ("b", "y_9", "y_10")
+    torch.testing.assert_close(first.log_likelihood, second.log_likelihood)
+    loo = leave_one_out(Target(model, ["b", "y_10", "y_9"]), first, max_seconds=300.0)
+    assert loo.khat[0] == 0 and not loo.is_repaired[0]
+    torch.testing.assert_close(loo.elpd[0], first.log_likelihood[0, 0, 0])
+
+
 def infinite_weight(y):
     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", len(y)):

@@ -205,3 +205,13 @@ def test_a_dask_cluster_runs_the_fits(monkeypatch):
 
 def _process(_):
     return os.getpid()
+
+
+def test_subsampled_models_are_refused():
+    def subsampled(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y), subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y[index])
+
+    with pytest.raises(ValueError, match="a simulation needs all data, but plate 'data' of site"):
+        simulation_based_calibration(subsampled, exact(), torch.zeros(5), num_simulations=50)

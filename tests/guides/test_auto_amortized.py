@@ -144,6 +144,49 @@ def test_the_density_of_a_given_encoder():
     torch.testing.assert_close(site["log_prob"], expected * 10 / 4)
 
 
+@pytest.mark.parametrize("size", [10, 99])
+@pytest.mark.parametrize("encoders", ["auto", {"z": lambda x, index: (x, torch.ones_like(x))}])
+def test_a_model_that_is_given_its_rows(size, encoders):
+    """The plate of the guide has the indices of each call."""
+
+    def model(x, index):
+        with pyro.plate("rows", 100, subsample=index):
+            z = pyro.sample("z", dist.Normal(0.0, 100.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    guide = AutoAmortized(model, encoders)
+    for index in (torch.randperm(100)[:size], torch.randperm(100)[:7]):
+        x = index.double()
+        trace = poutine.trace(guide).get_trace(x, index)
+        replayed = poutine.trace(poutine.replay(model, trace=trace)).get_trace(x, index)
+        for one in (trace, replayed):
+            assert one.nodes["rows"]["value"].equal(index)
+            assert one.nodes["z"]["cond_indep_stack"][0].size == len(index)
+
+    def elsewhere(x):
+        with pyro.plate("rows", 100, subsample=torch.arange(len(x))):
+            z = pyro.sample("z", dist.Normal(0.0, 100.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    with pytest.raises(ValueError, match="gives plate 'rows' the indices .* as an argument"):
+        AutoAmortized(elsewhere)(5.0 + torch.arange(10))
+
+
+def test_the_parameter_store_has_the_whole_encoder(tmp_path):
+    x, new = 5 + 3 * torch.randn(50), torch.tensor([1.0, 9.0])
+    guide = AutoAmortized(conjugate)
+    guide(x)
+    pyro.set_rng_seed(0)
+    expected = guide.sample_posterior(3, new)["z"]
+    pyro.get_param_store().save(tmp_path / "store.pt")
+    pyro.clear_param_store()
+    pyro.get_param_store().load(tmp_path / "store.pt")
+    other = AutoAmortized(conjugate)
+    other(new)
+    pyro.set_rng_seed(0)
+    torch.testing.assert_close(other.sample_posterior(3, new)["z"], expected)
+
+
 def test_a_model_that_draws_its_rows():
     x = torch.arange(100.0)
 

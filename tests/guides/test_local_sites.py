@@ -186,7 +186,10 @@ def nested(x, index):
             pyro.sample("x", dist.Normal(part + z[..., 0], 1.0), obs=x)
 
 
-@pytest.mark.parametrize("name", [name for name in ELBOS if not refusal("AutoSemiImplicit", name)])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in ELBOS if name != "Renyi" and not refusal("AutoSemiImplicit", name)],
+)
 def test_every_method_trains_the_rows_of_a_minibatch(name):
     x, index = torch.randn(2, 5), torch.tensor([3, 8, 0, 19, 4])
     guide = AutoSemiImplicit(

@@ -308,6 +308,28 @@ def test_auto_records_after_some_steps_and_says_nothing(monkeypatch):
     assert "if x > 0" in run.traced.refusal
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_parameter_that_is_frozen_or_unfrozen_later(is_frozen):
+    loc = nn.Parameter(torch.zeros(2), requires_grad=not is_frozen)
+    other = nn.Parameter(torch.zeros(2))
+
+    def target():
+        pyro.sample("x", dist.Normal(5.0, 1.0).expand([2]).to_event(1))
+
+    def guide():
+        pyro.param("other", other)
+        pyro.sample("x", dist.Normal(loc + other, 1.0).to_event(1))
+
+    elbo = ImplicitELBO(4, compile="trace")
+    for is_known in (not is_frozen, is_frozen):
+        loc.requires_grad_(is_known)
+        for _ in range(5):
+            loc.grad = other.grad = None
+            elbo.loss_and_grads(target, guide)
+        assert (loc.grad is not None) == is_known
+        assert other.grad is not None
+
+
 def test_a_parameter_that_comes_later_is_trained():
     grown = []
 

@@ -367,3 +367,13 @@ def test_the_particle_without_a_number_is_blamed(vectorize):
     elbo = ImplicitRenyiELBO(0.5, 3, vectorize_particles=vectorize)
     with pytest.raises(ArithmeticError, match="log-probability of site 'term' is nan"):
         elbo.loss(model, guide)
+
+
+def test_subsampled_models_are_refused():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 10, subsample_size=2):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.zeros(2))
+
+    with pytest.raises(ValueError, match="ImplicitRenyiELBO needs all data, but plate 'rows'"):
+        ImplicitRenyiELBO().loss(model, AutoNormal(model))

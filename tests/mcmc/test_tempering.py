@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pyro
@@ -25,7 +25,7 @@ from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracker
-from pyro_implicit.mcmc.tempering import Cloud, Evaluated, ModeLabels, temper
+from pyro_implicit.mcmc.tempering import Cloud, Evaluated, ModeLabels, _settle, temper
 from pyro_implicit.ops.annealing import NormalMixture
 
 refine_module = importlib.import_module("pyro_implicit.mcmc.refine")  # not the function
@@ -324,3 +324,27 @@ def test_lost_particles_end_annealing() -> None:
     assert cloud.reweighted(ratio, 0.0, 0.5) > 0 and cloud.shares[:2].equal(torch.zeros(2).double())
     with pytest.raises(ValueError, match="lost all particles.*Cure: a model that is exact there"):
         cloud.reweighted(torch.full((4,), math.nan).double(), 0.5, 0.5)
+
+
+@dataclass
+class Growing:
+    """Walkers that raise the sds of points by a tenth until these are 1."""
+
+    num_moves: int = 0
+
+    def moved(self, space, here):
+        self.num_moves += 1
+        factor = (1 / here.points.std(0)).clamp(max=1.1)
+        return self, here._replace(points=factor * here.points)
+
+
+@pytest.mark.parametrize(("start", "num_moves"), [(1.0, 16), (0.5, 32), (1e-6, 128)])
+def test_particles_move_until_their_spread_is_still(start, num_moves):
+    points = start * torch.randn(200, 2)
+    modes = NormalMixture.of(torch.zeros(1), torch.zeros(1, 2), torch.eye(2).unsqueeze(0))
+    here = Evaluated(points, points[:, 0], points)
+    walkers, pool = _settle(None, Growing(), here, modes, DEFAULT.tempering)
+    assert walkers.num_moves == num_moves
+    assert len(pool) == 200 * (num_moves // 4)  # the second half of the last block
+    if num_moves < 128:
+        torch.testing.assert_close(pool.std(0), torch.ones(2), rtol=0.02, atol=0)

@@ -188,10 +188,12 @@ class _StepProgram:
         self.has_gradient = has_gradient
 
     def holds(self) -> bool:
-        """Tell whether its parameters are still those of store and modules."""
+        """Tell whether its parameters are still those of store and modules, and still trained."""
         known = pyro.get_param_store()._params
-        return self.function.holds() and all(
-            known.get(name) is value for name, value in self.params.items()
+        return (
+            self.function.holds()
+            and all(leaf.requires_grad for leaf in self.leaves)
+            and all(known.get(name) is value for name, value in self.params.items())
         )
 
     def show_params(self) -> None:
