@@ -545,7 +545,7 @@ def _settle(
     number, before = policy.settling, None
     while True:
         walkers, here, positions = _walk(space, walkers, here, number)
-        pool = positions[-(number + 1) // 2 :].flatten(0, 1)
+        pool = positions[number // 2 :].flatten(0, 1)
         nearest = modes.log_joint(pool).argmax(-1)
         own = torch.nn.functional.one_hot(nearest, len(modes.loc)).to(pool)
         mean = own.mT @ pool / own.sum(0).clamp(min=1).unsqueeze(-1)
