@@ -186,6 +186,8 @@ COMPARING_PARTICLES = {
 REFUSED = {
     ("HandWritten", "LIVI-smallest"): "noise_dim",
     ("AutoImplicit", "Renyi"): "knows no density.*Cure",  # its generator may fold
+    ("AutoImplicit-rows", "Renyi"): "needs all data.*Cure",
+    ("AutoSemiImplicit-rows", "Renyi"): "needs all data.*Cure",
     # the scale of the offsets' prior is a latent of another site
     ("HandWritten", "AVB-prior"): "'offset'.*Cure",
     ("AutoGuideList", "AVB-prior"): "latent.*Cure",

@@ -279,7 +279,8 @@ def _key(node: fx.Node) -> Any:
 
 def _contents(tensor: Tensor) -> Any:
     """Return a key that is the same for small constants of the same kind and contents."""
-    if tensor.numel() > RECORDINGS.largest_compared or not _is_plain(tensor):
+    is_known = _is_plain(tensor) and tensor.device.type != "meta"
+    if not is_known or tensor.numel() > RECORDINGS.largest_compared:
         return id(tensor)
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     kind = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

@@ -74,7 +74,9 @@ class Schedule:
         error.
     :param max_gap: nats between an exact guide and the posterior below which training stops: half
         the variance of the log-weights, from the spread of ``gap_window`` losses.
-    :param clip_norm: the maximal norm of gradients.
+    :param clip_norm: the maximal norm of gradients; of minibatches, as a multiple of the running
+        mean of norms, if this is above 1.
+    :param norm_memory: the weight of the past in this mean.
     :param gap_window: the number of losses whose spread gives the gap.
     :param first_look: the number of steps after which a training that may end early is judged, and
         again after twice, four times, ... as many; the second look comes before steps are recorded.
@@ -87,6 +89,7 @@ class Schedule:
     window: int = 100
     max_gap: float = 0.0005
     clip_norm: float = TeachPolicy.clip_norm
+    norm_memory: float = 0.99
     gap_window: int = 25
     first_look: int = 20
 

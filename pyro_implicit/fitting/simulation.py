@@ -19,6 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import biject_to
 
+from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.calibration import (
     Calibration,
     calibration_of,
@@ -73,6 +74,7 @@ class _Simulator:
         refuse_string(sites=sites)
         self.model, self.args, self.kwargs = model, args, kwargs
         trace = simulation_trace(model, args, kwargs)
+        refuse_subsampling(trace, "a simulation")
         given = self.read_data(args, kwargs)
         self.shapes = {name: value.shape for name, value in given.items()}
         self.columns = [

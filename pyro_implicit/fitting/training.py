@@ -82,9 +82,15 @@ def _decay_steps(schedule: Schedule) -> int:
 class _State:
     losses: list[float] = field(default_factory=list)
     decay_start: int | None = None
+    norm: float = 0.0
     finished: bool = False
     batches: dict[str, Any] | None = None
     held_out: dict[str, Any] | None = None
+
+    def note_norm(self, norm: float, memory: float) -> None:
+        """Update the running mean of the norms of gradients."""
+        if math.isfinite(norm):
+            self.norm += (1 - memory if self.norm else 1.0) * (norm - self.norm)
 
     def begin_decay(self, schedule: Schedule) -> int:
         """Return the step at which the rate begins to fall: this one if the loss stands still."""
@@ -202,7 +208,11 @@ def train(
                         group["lr"] = min(rate, schedule.rate_by_clock(clock))
                     if batches is not None:
                         args = (*shared, *batches.next())
-                    value = _step(evaluate, optimiser, schedule.clip_norm, args, kwargs)
+                    # Clipped at each minibatch, gradients would have the zero of their median.
+                    usual = max(1.0, state.norm if batches is not None else 0.0)
+                    clip_norm = usual * schedule.clip_norm
+                    value, norm = _step(evaluate, optimiser, clip_norm, args, kwargs)
+                    state.note_norm(min(norm, clip_norm), schedule.norm_memory)
                     state.losses.append(value)
                     steps = len(state.losses)
                     if steps % schedule.window == 0:
@@ -298,12 +308,14 @@ def _step(
     clip_norm: float,
     args: Any,
     kwargs: Any,
-) -> float:
+) -> tuple[float, float]:
+    """Take a step, and return the loss and the norm of its gradient; NaN without a step."""
     value = evaluate(*args, **kwargs)
     loss = mean_over_processes(value.item(), value.device)
     if not math.isfinite(loss):
-        return math.nan
-    return loss if descend(value, optimiser, clip_norm) else math.nan
+        return math.nan, math.nan
+    norm = descend(value, optimiser, clip_norm)
+    return (loss, norm) if math.isfinite(norm) else (math.nan, math.nan)
 
 
 def _refuse_missing_data(

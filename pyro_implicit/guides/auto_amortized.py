@@ -265,6 +265,10 @@ def _plate(
         index = _places(args, kwargs)[data.index_place]
         return pyro.plate(frame.name, data.full_size, subsample=index, dim=frame.dim)
     num_rows = len(read[frame.name][0])
+    if data.is_counted and num_rows < data.full_size:
+        return pyro.plate(
+            frame.name, data.full_size, subsample=torch.arange(num_rows), dim=frame.dim
+        )
     if data.size == data.full_size:
         return pyro.plate(frame.name, num_rows, dim=frame.dim)
     size = data.size if data.drawn_by_model else num_rows
@@ -275,7 +279,8 @@ class RowData:
     """The arguments of a model that have one row for each element of a plate.
 
     ``drawn_by_model`` is whether they have all rows, of which the model subsamples some, and
-    ``index_place`` the argument with the indices of the rows, None if there is none.
+    ``index_place`` the argument with the indices of the rows, None if there is none. ``is_counted``
+    is whether the model numbers the rows of a call from 0 on.
 
     :param plate: the plate.
     :param index: the site of its indices, if it has one.
@@ -301,6 +306,7 @@ class RowData:
             if isinstance(value, Tensor) and value.dim() > 0 and len(value) in sizes
         ]
         self.index_place: int | str | None = None
+        self.is_counted = False
         if index is not None and index["fn"].subsample_size is None:  # the model gives them
             self._find_index(index["value"], args, kwargs)
         if not reads_index:
@@ -318,7 +324,8 @@ class RowData:
         for place, value in _places(args, kwargs).items():
             if isinstance(value, Tensor) and torch.equal(value, index.to(value.device)):
                 self.index_place = place
-        if self.index_place is None and len(index) < self.full_size:
+        self.is_counted = torch.equal(index, torch.arange(len(index), device=index.device))
+        if self.index_place is None and not self.is_counted:
             raise ValueError(
                 f"the model gives plate '{self.plate_name}' the indices of its rows (subsample=), "
                 "but none of its arguments equals them, so that the guide cannot give them, too. "

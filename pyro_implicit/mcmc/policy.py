@@ -379,6 +379,12 @@ class SpacePolicy:
     #: Leapfrog steps of a transition in a trial walk.
     probe_leapfrogs: int = 16
 
+    #: Pareto k-hat of so many draws of a guide above which chains do not walk in its noise: their
+    #: importance weights have no mean, and chains seldom find the region that the guide lacks. In
+    #: the mixture of Pyro's tutorial, means were .2 sds off with a stated error of .04.
+    khat_draws: int = 4096
+    max_khat: float = 1.0
+
     #: Gradients of a transition up to which a guide's noise needs no comparison.
     easy: float = 8.0
 

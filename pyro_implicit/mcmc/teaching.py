@@ -192,16 +192,15 @@ def _parts(
     return parts[0], parts[1]
 
 
-def descend(loss: Tensor, optimiser: torch.optim.Optimizer, clip_norm: float) -> bool:
-    """Take a step of an optimiser along the clipped gradient, and return whether it is finite."""
+def descend(loss: Tensor, optimiser: torch.optim.Optimizer, clip_norm: float) -> float:
+    """Take a step along the clipped gradient, if this is finite, and return its norm before."""
     optimiser.zero_grad()
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     loss.backward(inputs=parameters)  # other parameters get no gradient
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    is_finite = bool(norm.isfinite())
-    if is_finite:
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm).item()
+    if math.isfinite(norm):
         optimiser.step()
-    return is_finite
+    return norm
 
 
 def _take_moments(guide: Any, density: DensityAtDraws) -> bool:

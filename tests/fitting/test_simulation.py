@@ -403,3 +403,13 @@ def test_files_of_other_simulators_are_refused(tmp_path):
         SimulatorFit.load(tmp_path / "fit.pt", model, torch.zeros(4))
     with pytest.raises(ValueError, match="sites names 'x'"):
         SimulatorFit.load(tmp_path / "fit.pt", nuisance, torch.zeros(2))
+
+
+def test_subsampled_models_are_refused():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 10, subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y[index])
+
+    with pytest.raises(ValueError, match="a simulation needs all data, but plate 'rows'"):
+        fit_simulator(model, torch.zeros(10), num_simulations=100, progress=False)

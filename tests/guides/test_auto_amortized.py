@@ -164,12 +164,18 @@ def test_a_model_that_is_given_its_rows(size, encoders):
             assert one.nodes["z"]["cond_indep_stack"][0].size == len(index)
 
     def elsewhere(x):
-        with pyro.plate("rows", 100, subsample=torch.arange(len(x))):
+        with pyro.plate("rows", 100, subsample=start + torch.arange(len(x))):
             z = pyro.sample("z", dist.Normal(0.0, 100.0))
             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
 
+    start = 7
     with pytest.raises(ValueError, match="gives plate 'rows' the indices .* as an argument"):
         AutoAmortized(elsewhere)(5.0 + torch.arange(10))
+    start = 0  # as of a model without indices
+    guide = AutoAmortized(elsewhere)
+    for number in (10, 7):
+        trace = poutine.trace(guide).get_trace(5.0 + torch.arange(number))
+        assert trace.nodes["rows"]["value"].equal(torch.arange(number))
 
 
 def test_the_parameter_store_has_the_whole_encoder(tmp_path):

@@ -95,7 +95,7 @@ def injective(model):
     return AutoImplicit(model, AutoregressiveGenerator, frame=None)
 
 
-@pytest.mark.parametrize("frame", ["auto", "full"])
+@pytest.mark.parametrize("frame", ["noise", "full"])
 def test_noise_space_and_latent_space_agree(frame):
     """The generator is untrained and bent: its Jacobian matters."""
     guide = injective(regression)
@@ -114,7 +114,7 @@ def test_noise_space_and_latent_space_agree(frame):
         num_chains=64,
         max_gradients=400,
     )
-    assert result.space == ("noise" if frame == "auto" else "latent") and result.kernel == "hmc"
+    assert result.space == ("noise" if frame == "noise" else "latent") and result.kernel == "hmc"
     mean, covariance = exact(X, Y)
     error = (result.get_samples()["weight"].mean(0) - mean) / covariance.diagonal().sqrt()
     assert error.abs().max() < 0.15

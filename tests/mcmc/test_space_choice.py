@@ -80,6 +80,17 @@ def test_a_funnel_stays_in_the_noise_of_its_guide():
     assert begin(funnel, guide).space == "conditional"
 
 
+def test_a_guide_that_lacks_a_narrow_part_gives_way_to_the_latents():
+    def spike():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        narrow = dist.Normal(1.0, 0.01).log_prob(x) - dist.Normal(0.0, 1.0).log_prob(x)
+        pyro.factor("narrow", narrow.exp().log1p().sum(-1))
+
+    torch.manual_seed(0)
+    chains = begin(spike, injective(spike, 2))
+    assert chains.space == "latent" and "lacks a part of the posterior" in chains.space_note
+
+
 @pytest.mark.parametrize("frame", ["auto", "noise"])
 def test_a_bent_guide_gives_way_to_the_latents(frame):
     """A Gaussian, but the guide thinks it a funnel."""

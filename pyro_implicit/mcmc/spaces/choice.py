@@ -37,6 +37,7 @@ from pyro_implicit.mcmc.spaces.space import (
     middle_of,
 )
 from pyro_implicit.mcmc.stopping import Quantities
+from pyro_implicit.ops.importance_weights import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 
@@ -106,7 +107,8 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
     """Start chains at draws of the guide, in the space that suits them.
 
     With ``frame="auto"``, chains walk in the conditional space if priors of latents depend on
-    other latents. Otherwise the chains of an injective guide begin in its noise. They stay there if
+    other latents. Otherwise the chains of an injective guide begin in its noise, unless its
+    importance weights have no mean: what the guide misses is small there. They stay there if
     the generator does not fold and the walk is easy: few gradients for a transition, and no failed
     trajectory. If the walk is not easy and the budget allows it, the latents are tried for as many
     transitions from the same guide. The chains go there if the slowest latent, or its square, moves
@@ -246,6 +248,11 @@ def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | No
         shape = min(plan.num_chains, policy.fold_draws), space.target.latent_dim
         if count_folds(space.guide, torch.randn(shape).to(space.target.init_loc)):
             return None, "the guide's generator folds its noise"
+        noise = torch.randn(policy.khat_draws, shape[1]).to(space.target.init_loc)
+        ratio = space.score(noise)[0] + 0.5 * noise.square().sum(-1)
+        ratio = ratio[ratio.isfinite()]
+        if len(ratio) > 0 and (khat := LogWeights(ratio).khat) > policy.max_khat:
+            return None, f"the guide lacks a part of the posterior (k-hat {khat:.2f})"
     chains, note = None, f"the log-density is finite nowhere in {name}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
