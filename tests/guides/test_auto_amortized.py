@@ -168,9 +168,11 @@ def test_a_model_that_is_given_its_rows(size, encoders):
             z = pyro.sample("z", dist.Normal(0.0, 100.0))
             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
 
+    pyro.clear_param_store()
     start = 7
     with pytest.raises(ValueError, match="gives plate 'rows' the indices .* as an argument"):
         AutoAmortized(elsewhere)(5.0 + torch.arange(10))
+    pyro.clear_param_store()
     start = 0  # as of a model without indices
     guide = AutoAmortized(elsewhere)
     for number in (10, 7):
