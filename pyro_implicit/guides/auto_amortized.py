@@ -261,14 +261,14 @@ def _plate(
 ) -> pyro.plate:
     if data is None:
         return pyro.plate(frame.name, frame.full_size or frame.size, dim=frame.dim)
+    rows = read[frame.name][0]
+    num_rows, index = len(rows), None
     if data.index_place is not None:
-        index = _places(args, kwargs)[data.index_place]
+        index = _places(args, kwargs).get(data.index_place)
+    elif data.is_counted and num_rows < data.full_size:
+        index = torch.arange(num_rows, device=rows.device)
+    if index is not None:
         return pyro.plate(frame.name, data.full_size, subsample=index, dim=frame.dim)
-    num_rows = len(read[frame.name][0])
-    if data.is_counted and num_rows < data.full_size:
-        return pyro.plate(
-            frame.name, data.full_size, subsample=torch.arange(num_rows), dim=frame.dim
-        )
     if data.size == data.full_size:
         return pyro.plate(frame.name, num_rows, dim=frame.dim)
     size = data.size if data.drawn_by_model else num_rows
