@@ -385,6 +385,9 @@ class SpacePolicy:
     khat_draws: int = 4096
     max_khat: float = 1.0
 
+    #: Latent variables up to which it is looked at: with more, small errors everywhere add up.
+    max_khat_dim: int = 10
+
     #: Gradients of a transition up to which a guide's noise needs no comparison.
     easy: float = 8.0
 

@@ -26,7 +26,7 @@ from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.mixed_chains import MixedChains, mixed_frame, possible_points
 from pyro_implicit.mcmc.nuts import count_folds
-from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, SpacePolicy
 from pyro_implicit.mcmc.spaces.space import (
     ConditionalNoise,
     Fitted,
@@ -107,8 +107,8 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
     """Start chains at draws of the guide, in the space that suits them.
 
     With ``frame="auto"``, chains walk in the conditional space if priors of latents depend on
-    other latents. Otherwise the chains of an injective guide begin in its noise, unless its
-    importance weights have no mean: what the guide misses is small there. They stay there if
+    other latents. Otherwise the chains of an injective guide begin in its noise, unless the
+    importance weights of few latents have no mean: what it lacks is small there. They stay there if
     the generator does not fold and the walk is easy: few gradients for a transition, and no failed
     trajectory. If the walk is not easy and the budget allows it, the latents are tried for as many
     transitions from the same guide. The chains go there if the slowest latent, or its square, moves
@@ -248,10 +248,8 @@ def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | No
         shape = min(plan.num_chains, policy.fold_draws), space.target.latent_dim
         if count_folds(space.guide, torch.randn(shape).to(space.target.init_loc)):
             return None, "the guide's generator folds its noise"
-        noise = torch.randn(policy.khat_draws, shape[1]).to(space.target.init_loc)
-        ratio = space.score(noise)[0] + 0.5 * noise.square().sum(-1)
-        ratio = ratio[ratio.isfinite()]
-        if len(ratio) > 0 and (khat := LogWeights(ratio).khat) > policy.max_khat:
+        khat = _khat(space, policy)
+        if khat > policy.max_khat:
             return None, f"the guide lacks a part of the posterior (k-hat {khat:.2f})"
     chains, note = None, f"the log-density is finite nowhere in {name}"
     with warnings.catch_warnings(record=True) as caught:
@@ -264,6 +262,17 @@ def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | No
         if chains is not None or "not finite at" not in str(one.message):
             warn_user(one.message, one.category)
     return chains, note
+
+
+def _khat(space: GuideNoise, policy: SpacePolicy) -> float:
+    """Return Pareto k-hat of the guide's draws, 0 if it is unknown."""
+    dim = space.target.latent_dim
+    if dim > policy.max_khat_dim:
+        return 0.0
+    noise = torch.randn(policy.khat_draws, dim).to(space.target.init_loc)
+    ratio = space.score(noise)[0] + 0.5 * noise.square().sum(-1)
+    ratio = ratio[ratio.isfinite()]
+    return LogWeights(ratio).khat if len(ratio) > 0 else 0.0
 
 
 class _Walk:
