@@ -57,7 +57,7 @@ class ObservedSite:
 
 
 def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, ObservedSite]:
-    """Return the observed sites of a model by name, so that models agree on their order.
+    """Return the observed sites of a model, sorted by their names, as in other models.
 
     :param target: the posterior.
     :param draws: by site, ``(num_draws, *site_shape)``; the first draw is used.

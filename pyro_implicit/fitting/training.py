@@ -178,6 +178,7 @@ def train(
         if batches is not None:
             args = (*shared, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, args, kwargs)
+        scales = None if batches is None else _Scales(model, args, kwargs)
         optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
         optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
@@ -206,12 +207,13 @@ def train(
                     rate = schedule.rate(len(state.losses), decay_start)
                     for group in optimiser.param_groups:
                         group["lr"] = min(rate, schedule.rate_by_clock(clock))
-                    if batches is not None:
+                    weight, clip_norm = 1.0, schedule.clip_norm
+                    if batches is not None and scales is not None:
                         args = (*shared, *batches.next())
-                    # Clipped at each minibatch, gradients would have the zero of their median.
-                    usual = max(1.0, state.norm if batches is not None else 0.0)
-                    clip_norm = usual * schedule.clip_norm
-                    value, norm = _step(evaluate, optimiser, clip_norm, args, kwargs)
+                        weight = scales.first / scales.of(args)
+                        # With a fixed limit, training would end at the median gradient's zero.
+                        clip_norm *= max(1.0, state.norm)
+                    value, norm = _step(evaluate, optimiser, weight, clip_norm, args, kwargs)
                     state.note_norm(min(norm, clip_norm), schedule.norm_memory)
                     state.losses.append(value)
                     steps = len(state.losses)
@@ -302,31 +304,63 @@ def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
         loss.compile = False
 
 
+class _Scales:
+    """The factors by which a model scales its minibatches, one for each shape of them.
+
+    Steps of minibatches have weights inverse to these, so that the rows of a smaller one do not
+    count more than others.
+
+    :param args: the first minibatch; ``kwargs`` are keyword arguments of the model.
+    """
+
+    def __init__(self, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        self._model, self._kwargs = model, kwargs
+        self._known: dict[Any, float] = {}
+        self.first = 1.0
+        self.first = self.of(args)
+
+    def of(self, args: tuple) -> float:
+        """Return the largest scale of data, that of the first minibatch if it is not known."""
+        key = tuple(getattr(part, "shape", None) for part in args)
+        if key not in self._known:
+            trace = _run_once(self._model, args, self._kwargs)
+            sites = [] if trace is None else [one for one in trace.nodes.values() if is_data(one)]
+            largest = [torch.as_tensor(site["scale"]).max().item() for site in sites]
+            self._known[key] = max(largest, default=self.first)
+        return self._known[key]
+
+
+def _run_once(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace | None:
+    """Return a trace of the model, which changes nothing; None if it fails at this draw."""
+    with seeded(0), poutine.block(), pyro.validation_enabled(False), torch.no_grad():
+        try:
+            return poutine.trace(model).get_trace(*args, **kwargs)
+        except IMPOSSIBLE:
+            return None
+
+
 def _step(
     evaluate: Callable[..., Tensor],
     optimiser: torch.optim.Optimizer,
+    weight: float,
     clip_norm: float,
     args: Any,
     kwargs: Any,
 ) -> tuple[float, float]:
-    """Take a step, and return the loss and the norm of its gradient; NaN without a step."""
+    """Take a step, and return the loss and the norm of its weighted gradient; NaN without one."""
     value = evaluate(*args, **kwargs)
     loss = mean_over_processes(value.item(), value.device)
     if not math.isfinite(loss):
         return math.nan, math.nan
-    norm = descend(value, optimiser, clip_norm)
+    norm = descend(weight * value, optimiser, clip_norm)
     return (loss, norm) if math.isfinite(norm) else (math.nan, math.nan)
 
 
 def _refuse_missing_data(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], batches: BatchStream
 ) -> None:
-    try:
-        with seeded(0), poutine.block(), pyro.validation_enabled(False):
-            trace = poutine.trace(model).get_trace(*args, **kwargs)
-    except IMPOSSIBLE:  # the model fails at this draw of its prior
-        return
-    refuse_missing_data(trace, f" in {batches.where}")
+    if (trace := _run_once(model, args, kwargs)) is not None:
+        refuse_missing_data(trace, f" in {batches.where}")
 
 
 def _check_finite(losses: list[float], finished: bool, most: int) -> None:

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
@@ -371,3 +372,21 @@ def test_means_of_skewed_data():
     precision = 1000 / sd**2 + 1 / 25
     exact = y.sum() / sd**2 / precision
     assert abs(guide.locs.w.item() - exact) * precision**0.5 < 0.4
+
+
+@pytest.mark.parametrize("is_scaled_by_plate", [True, False])
+def test_rows_of_a_smaller_minibatch_count_as_others(is_scaled_by_plate):
+    """In the same order in all passes; a fixed scale needs no weights."""
+    y = torch.cat([torch.randn(100), torch.tensor([20.0])])
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 5.0))
+        size = 101 if is_scaled_by_plate else len(y)
+        scale = 1.0 if is_scaled_by_plate else 10.1
+        with pyro.plate("rows", size, subsample_size=len(y)), poutine.scale(scale=scale):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    guide = AutoNormal(model)
+    fit(model, guide, batches=list(y.split(10)), epochs=200, seed=0, progress=False)
+    precision = 101 + 1 / 25
+    assert abs(guide.locs.w.item() - y.sum() / precision) * precision**0.5 < 0.6

@@ -107,9 +107,9 @@ def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds):
     model, x, y = linear
     seen, original = [], training._step
 
-    def step(evaluate, optimiser, clip_norm, args, kwargs):
+    def step(evaluate, optimiser, weight, clip_norm, args, kwargs):
         seen.append(len(args[0]))
-        return original(evaluate, optimiser, clip_norm, args, kwargs)
+        return original(evaluate, optimiser, weight, clip_norm, args, kwargs)
 
     monkeypatch.setattr(training, "_step", step)
     network = replace(POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=5.0)
