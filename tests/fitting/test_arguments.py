@@ -281,3 +281,15 @@ def test_loaded_with_another_model_or_without_the_data(tmp_path):
     assert result.sample(2)["scale"].shape == (2,)
     with pytest.raises(TypeError, match=r"missing a required argument: 'x'\).*Cure: give Fit.load"):
         result.diagnose()
+
+
+def test_a_function_without_a_module():
+    """As of code that ``exec`` runs."""
+
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(pyro.param("prior", torch.zeros(())), 1.0))
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    model.__module__ = None
+    result = fit(model, AutoNormal(model), torch.tensor(0.5), num_steps=2, progress=False)
+    assert result.sample(3)["mean"].shape == (3,)
