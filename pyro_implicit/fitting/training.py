@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
@@ -22,12 +21,8 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.observations import refuse_missing_data
-from pyro_implicit.density.model import (
-    IMPOSSIBLE,
-    SubsampledError,
-    compute_log_prob,
-    refuse_subsampling,
-)
+from pyro_implicit.density.model import SubsampledError, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.scales import DataScales, trace_once
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.arguments import (
     any_process,
@@ -178,7 +173,7 @@ def train(
         if batches is not None:
             args = (*shared, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, args, kwargs)
-        scales = None if batches is None else _Scales(model, args, kwargs)
+        scales = None if batches is None else DataScales(model, args, kwargs)
         optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
         optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
@@ -304,41 +299,6 @@ def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
         loss.compile = False
 
 
-class _Scales:
-    """The factors by which a model scales its minibatches, one for each shape of them.
-
-    Steps of minibatches have weights inverse to these, so that the rows of a smaller one do not
-    count more than others.
-
-    :param args: the first minibatch; ``kwargs`` are keyword arguments of the model.
-    """
-
-    def __init__(self, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
-        self._model, self._kwargs = model, kwargs
-        self._known: dict[Any, float] = {}
-        self.first = 1.0
-        self.first = self.of(args)
-
-    def of(self, args: tuple) -> float:
-        """Return the largest scale of data, that of the first minibatch if it is not known."""
-        key = tuple(getattr(part, "shape", None) for part in args)
-        if key not in self._known:
-            trace = _run_once(self._model, args, self._kwargs)
-            sites = [] if trace is None else [one for one in trace.nodes.values() if is_data(one)]
-            largest = [torch.as_tensor(site["scale"]).max().item() for site in sites]
-            self._known[key] = max(largest, default=self.first)
-        return self._known[key]
-
-
-def _run_once(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace | None:
-    """Return a trace of the model, which changes nothing; None if it fails at this draw."""
-    with seeded(0), poutine.block(), pyro.validation_enabled(False), torch.no_grad():
-        try:
-            return poutine.trace(model).get_trace(*args, **kwargs)
-        except IMPOSSIBLE:
-            return None
-
-
 def _step(
     evaluate: Callable[..., Tensor],
     optimiser: torch.optim.Optimizer,
@@ -359,7 +319,7 @@ def _step(
 def _refuse_missing_data(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], batches: BatchStream
 ) -> None:
-    if (trace := _run_once(model, args, kwargs)) is not None:
+    if (trace := trace_once(model, args, kwargs)) is not None:
         refuse_missing_data(trace, f" in {batches.where}")
 
 

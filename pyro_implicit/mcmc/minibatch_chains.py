@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.scales import DataScales
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.draws import DrawStore
@@ -89,17 +90,21 @@ class MinibatchChains(Chains):
     _anchor: Tensor | None = None
     _is_plain: bool = True
     _took: float = 0.0
+    _mean_share: float = 1.0
     _target: Any = field(default=None, repr=False)
+    _scales: Any = field(default=None, repr=False)
     _stream: Any = field(default=None, repr=False)
     _store: Any = field(default=None, repr=False)
 
     def attach(self, target: Target, stream: BatchStream, store: DrawStore) -> None:
         """Give the chains what a checkpoint does not store."""
         self._target, self._stream, self._store = target, stream, store
+        self._scales = DataScales(target.model, target.args, target.kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {
             "_target": None,
+            "_scales": None,
             "_stream": None,
             "_store": None,
             "stream_state": self._stream.state(),
@@ -131,6 +136,8 @@ class MinibatchChains(Chains):
         if self.choice is None:
             self._choose()
         self._target = self._target.on(self._stream.next())
+        change = self._share(self._target) - self._mean_share
+        self._mean_share += change / (self.transitions + 1)
         settings = sghmc.Settings(self._size(), self.policy.langevin.friction)
         state, info = KERNELS[self.kernel].step(self.state, self._score, settings)
         self.gradients += info.num_gradients
@@ -271,7 +278,13 @@ class MinibatchChains(Chains):
 
     def _score_of(self, target: Target, white: Tensor) -> tuple[Tensor, Tensor]:
         log_density, gradient = target.score(self.frame.to_points(white))
-        return log_density, self.frame.pull_back(gradient)
+        # All rows count alike: a model scales the rows of a small minibatch by more.
+        weight = self._share(target) / self._mean_share
+        return weight * log_density, weight * self.frame.pull_back(gradient)
+
+    def _share(self, target: Target) -> float:
+        """Return the share of all rows that a minibatch has, up to a common factor."""
+        return self._scales.first / self._scales.of(target.args)
 
 
 def check_scaling(target: Target, stream: BatchStream, num_shares: int = 1) -> None:

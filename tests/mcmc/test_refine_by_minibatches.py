@@ -85,6 +85,24 @@ def test_long_steps_heat_by_as_much_as_is_said():
     assert abs(result.temperature - 1.6) < 0.4
 
 
+def test_all_rows_count_alike():
+    """Rows are not shuffled, and those of the smaller minibatch differ from the others."""
+
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(y.new_tensor(0.0), 1.0))
+        with pyro.plate("rows", 100, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    y = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y[90:] += 1
+    start = {"mean": y.mean() + 0.1 * torch.randn(400, dtype=torch.float64)}
+    result = short(start, model, [y[:90], y[90:]], num_chains=256, max_epochs=400)
+    draws = result.get_samples()["mean"]
+    # With equal weights of the minibatches, the mean is off by 4 sds.
+    assert abs(draws.mean() - y.sum() / 101) * 101**0.5 < 0.15
+    assert abs(draws.std() * 101**0.5 - 1) < 0.12
+
+
 def test_what_is_returned():
     result = short(max_draws=10)
     grouped, flat = result.get_samples(group_by_chain=True), result.get_samples()
