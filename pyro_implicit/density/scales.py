@@ -10,12 +10,14 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
+from torch import Tensor
 
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.minibatches import num_rows
+from pyro_implicit.runtime.sites import is_data, is_latent
 
-__all__ = ["DataScales", "trace_once"]
+__all__ = ["DataScales", "has_only_local_latents", "trace_once"]
 
 
 class DataScales:
@@ -58,6 +60,39 @@ class DataScales:
             largest = [torch.as_tensor(site["scale"]).max().item() for site in sites]
             self._known[key] = max(largest, default=self.first)
         return self._known[key]
+
+
+def has_only_local_latents(
+    model: Callable[..., Any], args: tuple, batch: tuple, kwargs: dict[str, Any]
+) -> bool:
+    """Return whether all latent variables of a model belong to the rows of its minibatch.
+
+    They do if a minibatch with all rows repeated has twice as many of them.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> def model(x):
+    ...     with pyro.plate("rows", len(x)):
+    ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+    >>> has_only_local_latents(model, (), (torch.zeros(3),), {})
+    True
+
+    :param args: the first arguments of the model, which all minibatches share; ``kwargs`` are
+        keyword arguments.
+    :param batch: further arguments, one minibatch.
+    """
+    twice = tuple(
+        torch.cat([part, part]) if isinstance(part, Tensor) and num_rows(part) else part
+        for part in batch
+    )
+    sizes = []
+    for rows in (batch, twice):
+        trace = trace_once(model, (*args, *rows), kwargs)
+        nodes = {} if trace is None else trace.nodes
+        sizes.append({k: site["value"].numel() for k, site in nodes.items() if is_latent(site)})
+    return bool(sizes[0]) and sizes[1] == {name: 2 * size for name, size in sizes[0].items()}
 
 
 def trace_once(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace | None:

@@ -21,6 +21,7 @@ from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
+from pyro_implicit.density.scales import has_only_local_latents
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
@@ -82,6 +83,11 @@ NO_CHAINS = (
     "teach=True makes generators from chains of a network with more than 100 weights and all data, "
     "but this fit runs none. Cure: fit(model, 'auto', x, y) of a classifier or regressor, or for "
     "other models teach(guide, refine(model, guide, ...).get_samples(), ...)"
+)
+
+LOCAL_VALIDATION = (
+    "validation is the likelihood of rows given global latents, but all latents of this model "
+    "belong to single rows. Cure: leave validation out"
 )
 
 
@@ -521,12 +527,15 @@ def _fit_batches(
     assert stages.batches is not None
     first, policy = stages.first_batch, stages.policy.training
 
+    may_be_local = amortize is not None or _knows_rows(guide)
+    whole = (stages.model, stages.args, first, stages.kwargs)
+
     def make_target() -> Target:
         return Target.of_minibatches(
             stages.model,
             *stages.args,
             batch=first,
-            allow_local=amortize is not None or _knows_rows(guide),
+            allow_local=may_be_local,
             model_kwargs=stages.kwargs,
         )
 
@@ -537,7 +546,12 @@ def _fit_batches(
     if target.turns and isinstance(guide, str):
         stages.declare_turns(target.turns)
         target = make_target()
-    check_scaling(target, stages.batches, num_processes())
+    if may_be_local and not target.scaled and has_only_local_latents(*whole):
+        # Without global latents, the scale is a constant factor of the ELBO.
+        if stages.validation is not None:
+            raise ValueError(LOCAL_VALIDATION)
+    else:
+        check_scaling(target, stages.batches, num_processes())
     if amortize is not None:
         return _fit_amortized(stages, amortize)
     is_wide = target.latent_dim > MAX_DENSE_DIM

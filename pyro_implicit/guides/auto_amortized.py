@@ -63,12 +63,12 @@ class AutoAmortized(DrawSummaries, AutoGuide):
     torch.Size([100, 7])
 
     :param model: a Pyro model whose data are arguments, rows first.
-    :param amortize: ``"auto"`` for all latents in a subsampled plate, each with a small network of
-        the row's flattened data, standardised by the first minibatch; or encoders by site. An
-        encoder is called with the arguments that have rows, in their order, and returns location
-        and scale in unconstrained space, ``(num_rows, ...)``. A generator with a context
-        (:class:`~pyro_implicit.NoisyEncoder`) receives the flattened, standardised data, and makes
-        the site implicit.
+    :param amortize: ``"auto"`` for all latents in a subsampled plate, or if there is none, in a
+        plate of data, each with a small network of the row's flattened data, standardised by the
+        first minibatch; or encoders by site. An encoder is called with the arguments that have
+        rows, in their order, and returns location and scale in unconstrained space,
+        ``(num_rows, ...)``. A generator with a context (:class:`~pyro_implicit.NoisyEncoder`)
+        receives the flattened, standardised data, and makes the site implicit.
     :param rest: function from a model that hides the local latents to the guide of the others.
     :raises ValueError: at the first call, for no local latents, local latents that are not named,
         or no argument with rows; later, for a missing argument.
@@ -80,7 +80,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         amortize: Literal["auto"] | Mapping[str, Callable[..., Any]] = "auto",
         rest: Callable[[Callable[..., Any]], AutoGuide] | None = None,
     ) -> None:
-        if isinstance(amortize, str) and amortize != "auto":
+        if amortize != "auto" and not isinstance(amortize, Mapping):
             raise ValueError(f'amortize must be "auto" or a dict of encoders, but got {amortize!r}')
         super().__init__(model)
         # In tuples, so that they are not submodules.

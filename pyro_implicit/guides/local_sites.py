@@ -11,11 +11,10 @@ import torch
 from pyro.nn import PyroModule, PyroParam
 from pyro.ops.tensor_utils import periodic_repeat
 from pyro.poutine.indep_messenger import CondIndepStackFrame
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_implicit.runtime.sites import attribute_name
+from pyro_implicit.runtime.sites import attribute_name, is_data, is_latent
 
 __all__ = ["LocalSite", "RowNormals", "find_local_sites"]
 
@@ -48,16 +47,18 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
     """Find the latents of single rows.
 
     :param trace: trace of the model.
-    :param names: names of the sites; by default all in subsampled plates.
+    :param names: names of the sites; by default all in subsampled plates, or without such a plate,
+        all in plates of data.
     :raises ValueError: for no such latents, or a name that is not a latent in one plate of rows.
     """
-    found = []
+    found, rows_of_data = [], _plates_of_rows(trace)
     for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
+        if not is_latent(site):
             continue
         plates = tuple(site["cond_indep_stack"])
-        subsampled = [one for one in plates if one.full_size not in (None, one.size)]
-        if names is None and not subsampled:
+        of_rows = [one for one in plates if one.name in rows_of_data]
+        subsampled = [one for one in of_rows if _is_subsampled(one)]
+        if names is None and not of_rows:
             continue
         if names is not None and name not in names:
             if subsampled:
@@ -66,7 +67,7 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
                     f"but amortize= names only {sorted(names)}. Cure: name it, too"
                 )
             continue
-        candidates = subsampled or list(plates)
+        candidates = subsampled or (of_rows if names is None else list(plates))
         if len(candidates) != 1:
             raise ValueError(
                 f"latent '{name}' lies in the plates {[one.name for one in candidates]}, but the "
@@ -88,10 +89,22 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
         )
     if not found:
         raise ValueError(
-            "amortize='auto' is for latents in a subsampled plate, and the model has none. Cure: "
+            "amortize='auto' is for latents in a plate of data, and the model has none. Cure: "
             "pyro.plate(name, number_of_all_rows, subsample_size=len(x)), or name the latents"
         )
     return found
+
+
+def _plates_of_rows(trace: Any) -> set[str]:
+    """Return the names of the subsampled plates, or without any, of those with data."""
+    sites = [one for one in trace.nodes.values() if is_latent(one) or is_data(one)]
+    frames = [(frame, is_data(one)) for one in sites for frame in one["cond_indep_stack"]]
+    subsampled = {frame.name for frame, _ in frames if _is_subsampled(frame)}
+    return subsampled or {frame.name for frame, has_data in frames if has_data}
+
+
+def _is_subsampled(frame: CondIndepStackFrame) -> bool:
+    return frame.full_size not in (None, frame.size)
 
 
 class RowNormals(PyroModule):

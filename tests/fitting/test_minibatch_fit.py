@@ -326,6 +326,47 @@ def test_minibatches_of_arrays_that_the_model_cannot_multiply():
         fit(model, "auto", batches=(batch for batch in arrays(*rows())), **QUIET)
 
 
+def autoencoder(x):
+    with pyro.plate("rows", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.5), obs=x)
+
+
+def encoder(x):
+    slope = pyro.param("slope", torch.tensor(0.0))
+    log_scale = pyro.param("log_scale", torch.tensor(0.0))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("z", dist.Normal(slope * x, log_scale.exp()))
+
+
+@pytest.mark.parametrize("options", [{"guide": encoder}, {"amortize": "auto"}])
+def test_latents_of_the_rows_alone_need_no_scale(options):
+    """z given x is normal with mean .8 x and variance .2, whatever factor the ELBO has."""
+    x = 1.1 * torch.randn(410, generator=torch.Generator().manual_seed(0))
+    result = fit(autoencoder, batches=x.split(50), epochs=100, lr=0.02, **options, **QUIET)
+    new = torch.tensor([-1.0, 0.5, 1.0])
+    draws = result.sample(4000, new)["z"]
+    assert (draws.mean(0) - 0.8 * new).abs().max() < 0.05
+    assert (draws.std(0) / 0.2**0.5 - 1).abs().max() < 0.1
+
+
+def test_unscaled_minibatches_are_refused_if_a_latent_is_global():
+    def model(x):
+        pyro.sample("mean", dist.Normal(0.0, 1.0))
+        autoencoder(x)
+
+    def of_groups(x):  # every minibatch has rows of the same ten groups
+        with pyro.plate("groups", 10):
+            mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
+
+    for one in (model, of_groups):
+        with pytest.raises(ValueError, match="no observed site is scaled"):
+            fit(one, batches=torch.zeros(40).split(10), amortize="auto", **QUIET)
+    with pytest.raises(ValueError, match="belong to single rows. Cure: leave validation out"):
+        fit(autoencoder, encoder, batches=[torch.zeros(9)] * 2, validation=[torch.zeros(9)])
+
+
 def test_held_out_rows_of_other_parts():
     x, y = rows()
     with pytest.raises(

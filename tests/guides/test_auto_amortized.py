@@ -255,6 +255,37 @@ def test_an_implicit_encoder(shape):
     assert (guide.sample_posterior(5, x)["z"] > 0).all()
 
 
+def test_rows_of_a_plate_that_is_not_subsampled():
+    def whole(x):
+        pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    x = torch.randn(20)
+    for amortize in ("auto", {"z": lambda x: (x, torch.ones_like(x))}):
+        guide = AutoAmortized(whole, amortize)
+        assert guide(x)["z"].shape == guide.sample_posterior(1, x)["z"][0].shape == (20,)
+        assert guide.sample_posterior(2, x[:3])["z"].shape == (2, 3)
+        assert set(guide._rows) == {"rows"} and guide.rest is not None
+
+
+def test_effects_of_columns_belong_to_no_row():
+    def model(x):
+        rows = pyro.plate("rows", 100, subsample_size=len(x), dim=-2)
+        columns = pyro.plate("columns", x.shape[1], dim=-1)
+        with columns:
+            effect = pyro.sample("effect", dist.Normal(0.0, 1.0))
+        with rows:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with rows, columns:
+            pyro.sample("x", dist.Normal(z + effect, 1.0), obs=x)
+
+    guide = AutoAmortized(model)
+    assert guide(torch.randn(20, 20))["z"].shape == (20, 1)
+    assert set(guide._rows) == {"rows"} and list(guide.rest.prototype_trace.nodes) == ["effect"]
+
+
 def test_what_is_refused():
     x = torch.randn(20)
     with pytest.raises(ValueError, match="amortize= names 'w', which is not a latent of the model"):
@@ -263,18 +294,19 @@ def test_what_is_refused():
         AutoAmortized(conjugate, {"mean": nn.Identity()})(x)
     with pytest.raises(ValueError, match=r"latent 'z' lies in plate 'rows', .* names only \['w'\]"):
         AutoAmortized(conjugate, {"w": nn.Identity()})(x)
-    with pytest.raises(ValueError, match='amortize must be "auto" or a dict'):
-        AutoAmortized(conjugate, "all")
+    for wrong in ("all", ["z"]):
+        with pytest.raises(ValueError, match='amortize must be "auto" or a dict'):
+            AutoAmortized(conjugate, wrong)
 
-    def whole(x):
+    def without_rows(x):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("effects", 3):
+            effect = pyro.sample("effect", dist.Normal(0.0, 1.0))
         with pyro.plate("rows", len(x)):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+            pyro.sample("x", dist.Normal(mean + effect.sum(), 1.0), obs=x)
 
-    with pytest.raises(ValueError, match="subsampled plate, and the model has none"):
-        AutoAmortized(whole)(x)
-    by_name = AutoAmortized(whole, {"z": lambda x: (x, torch.ones_like(x))})
-    assert by_name(x)["z"].shape == by_name.sample_posterior(1, x)["z"][0].shape == (20,)
+    with pytest.raises(ValueError, match="plate of data, and the model has none"):
+        AutoAmortized(without_rows)(x)
 
     def closed_over():
         conjugate(x)
