@@ -32,12 +32,16 @@ from pyro_implicit import (
     Implicit,
     ImplicitRenyiELBO,
     InjectiveELBO,
+    compare,
     diagnose,
+    evidence_bound,
+    fit,
     refine,
 )
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import refine_by_minibatches
 from tests.test_contract import ELBOS
 
 NUM_PARTICLES = 4
@@ -455,3 +459,17 @@ def test_the_graph_is_retained_on_request():
     first = loc.grad.clone()
     seen[-1].sum().backward()  # a second pass through the guide
     torch.testing.assert_close(loc.grad, first + 1)
+
+
+@pytest.mark.parametrize(
+    "function", [fit, refine, refine_by_minibatches, evidence_bound, diagnose, compare]
+)
+def test_a_guide_in_place_of_the_model_is_named(function: Callable) -> None:
+    def model() -> None:
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    options: dict = {refine_by_minibatches: {"batches": [()]}, compare: {"reference": {}}}
+    name = function.__name__
+    message = rf"{name} needs the model first, .* Cure: {name}\(model, guide, ...\)"
+    with pytest.raises(TypeError, match=message):
+        function(AutoNormal(model), model, **options.get(function, {}))

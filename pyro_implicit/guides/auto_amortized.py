@@ -32,6 +32,7 @@ from pyro_implicit.guides.policy import (
     LEAST_SCALE,
 )
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.runtime.messages import refuse_counts
 from pyro_implicit.runtime.sites import Site
 
 __all__ = ["AutoAmortized", "RowData"]
@@ -209,6 +210,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
         :returns: by site, ``(num_samples, *site_shape)``.
         """
+        refuse_counts(num_samples=num_samples)
         with poutine.block():
             if self.prototype_trace is None:
                 self(*args, **kwargs)

@@ -23,7 +23,7 @@ from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.local_sites import LocalSite, RowNormals, find_local_sites
 from pyro_implicit.guides.policy import INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import short_repr
+from pyro_implicit.runtime.messages import refuse_counts, short_repr
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     example_tensor,
@@ -473,6 +473,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
 
     @torch.no_grad()
     def _draw(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_counts(num_samples=num_samples)
         with poutine.block():
             if self.prototype_trace is None:
                 self(*args, **kwargs)

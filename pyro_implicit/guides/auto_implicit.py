@@ -24,7 +24,7 @@ from pyro_implicit.generators.base import Differentiable
 from pyro_implicit.guides.affine_frame import find_frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored, registered
 from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
-from pyro_implicit.runtime.messages import refuse_nonpositive
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 
 __all__ = [
     "AutoImplicit",
@@ -111,6 +111,7 @@ class AutoImplicit(AutoDraws):
         if is_searched and frame == "auto" and not (init_loc_fn is init_scale is None):
             frame = None
         super().__init__(model, init_loc_fn or init_to_median, create_plates)
+        refuse_counts(noise_dim=noise_dim)
         self.noise_dim = noise_dim
         self._init_scale = INIT_SCALE if init_scale is None else init_scale
         # In tuples, so that they are not submodules.

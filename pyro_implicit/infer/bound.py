@@ -19,7 +19,7 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import as_generator
-from pyro_implicit.guides.posterior_draws import guide_of
+from pyro_implicit.guides.posterior_draws import guide_of, refuse_swapped
 from pyro_implicit.infer.engine.folds import FoldWarning
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
@@ -475,6 +475,7 @@ def weighted_draws(
     chunk_size = min(chunk_size, num_samples)
     settings = num_mixing, proposal, num_steps, num_starts
     elbo = HierarchicalELBO(chunk_size, *settings)
+    refuse_swapped("evidence_bound", model, guide)
     guide = guide_of("evidence_bound", guide)
     begin = time.perf_counter()
     if max_seconds is not None:

@@ -25,7 +25,7 @@ from pyro_implicit.density.symmetry import Symmetries, confirmed, find_symmetrie
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.guides.auto_draws import AutoDraws
-from pyro_implicit.guides.posterior_draws import guide_of
+from pyro_implicit.guides.posterior_draws import guide_of, refuse_swapped
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
 from pyro_implicit.mcmc.kernels import KERNELS
@@ -206,6 +206,7 @@ def refine(
     refuse_nonpositive(max_seconds=max_seconds)
     limit = TimeLimit(max_seconds)
     kwargs = {**kwargs, **(model_kwargs or {})}
+    refuse_swapped("refine", model, guide)
     guide = guide_of("refine", guide, or_draws=True)
     adapts_number = num_chains is None and not KERNELS[kernel].separate and not temper
     if num_chains is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.target import Target
-from pyro_implicit.guides.posterior_draws import guide_of
+from pyro_implicit.guides.posterior_draws import guide_of, refuse_swapped
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, run
 from pyro_implicit.mcmc.draws import DrawStore
@@ -125,6 +125,7 @@ def refine_by_minibatches(
     refuse_counts(max_epochs=max_epochs)
     refuse_nonpositive(max_seconds=max_seconds, step_size=step_size)
     limit, stream = TimeLimit(max_seconds), BatchStream(batches)
+    refuse_swapped("refine_by_minibatches", model, guide)
     guide = guide_of("refine_by_minibatches", guide, or_draws=True)
     with watching(progress, callbacks):
         target = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)

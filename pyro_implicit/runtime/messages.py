@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import html
 import itertools
+import operator
 import os
 import re
 import sys
@@ -229,9 +230,13 @@ def refuse_counts(least: int = 1, **counts: int | None) -> None:
     :raises ValueError: naming the argument.
     """
     for name, count in counts.items():
-        if count is not None and count % 1 != 0:
-            raise ValueError(f"{name} must be a whole number, but got {count}")
-        if count is not None and count < least:
+        if count is None:
+            continue
+        try:
+            operator.index(count)
+        except TypeError as error:
+            raise ValueError(f"{name} must be a whole number (int), but got {count!r}") from error
+        if count < least:
             raise ValueError(f"{name} must be at least {least}, but got {count}")
 
 

@@ -37,6 +37,7 @@ from torch.testing import assert_close
 from pyro_implicit import (
     GPVI_ELBO,
     LIVI_ELBO,
+    AutoAmortized,
     AutoImplicit,
     AutoregressiveGenerator,
     AutoSemiImplicit,
@@ -522,3 +523,21 @@ def test_exported_by_tracing(make):
 def test_models_without_a_guide(make):
     with pytest.raises(ValueError, match="discrete|support"):
         make(lambda: pyro.sample("k", dist.Poisson(1.0)))()
+
+
+@pytest.mark.parametrize("name", [*OURS, "AutoAmortized"])
+def test_numbers_of_draws_are_counts(name):
+    def model(x):
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    guide = {**GUIDES, "AutoAmortized": AutoAmortized}[name](model)
+    for number, message in ((-5, "at least 1, but got -5"), (2.0, "a whole number")):
+        with pytest.raises(ValueError, match=f"num_samples must be {message}"):
+            guide.sample_posterior(number, torch.zeros(3))
+
+
+def test_a_noise_dimension_is_a_count():
+    with pytest.raises(ValueError, match="noise_dim must be a whole number"):
+        AutoImplicit(model, noise_dim=2.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pyro
@@ -479,7 +480,8 @@ def test_a_subclass_is_its_equation():
     assert loss == pytest.approx(expected, abs=0.1)
 
 
-@pytest.mark.parametrize("count", [2.5, float("inf"), float("nan")])
+@pytest.mark.parametrize("count", [2.0, 2.5, float("inf"), float("nan"), torch.tensor(2.0)])
 def test_counts_are_whole_numbers(count):
-    with pytest.raises(ValueError, match=f"num_particles must be a whole number, but got {count}"):
+    message = re.escape(f"num_particles must be a whole number (int), but got {count!r}")
+    with pytest.raises(ValueError, match=message):
         ImplicitELBO(count)

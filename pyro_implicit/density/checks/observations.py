@@ -142,20 +142,27 @@ def refuse_unfit_data(trace: Trace, where: str = "") -> None:
 
 
 def refuse_missing_data(trace: Trace, where: str = "") -> None:
-    """Check that no observation is NaN where it counts.
+    """Check that no observation is NaN where it counts, or infinite without a finite density.
 
     :param trace: of the model with its data.
     :param where: which data these are, for the message.
     :raises ValueError: naming the site.
     """
     for name, site in trace.nodes.items():
-        fault = describe_nan(site["value"]) if is_data(site) else ""
-        if fault and bool((_missing(site) & ~site_log_prob(site).isfinite()).any()):
-            raise ValueError(
-                f"the observation of site '{name}'{where} is NaN in {fault}. Cure: leave these "
-                "elements out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), "
-                "obs=y.nan_to_num(1.0))"
-            )
+        value = site["value"] if is_data(site) else None
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        for kind, missing in (("NaN", value.isnan()), ("infinite", value.isinf())):
+            number = int(missing.sum())
+            if number and bool(
+                (_any_of_event(site, missing) & ~site_log_prob(site).isfinite()).any()
+            ):
+                raise ValueError(
+                    f"the observation of site '{name}'{where} is {kind} in {number} of "
+                    f"{value.numel()} elements. Cure: leave these elements out, or mask them: "
+                    "seen = y.isfinite(); pyro.sample(name, fn.mask(seen), "
+                    "obs=torch.where(seen, y, 1.0))"
+                )
 
 
 def describe_nan(value: Any) -> str:
@@ -172,10 +179,9 @@ def site_log_prob(site: Site) -> Tensor:
     return scale_and_mask(torch.as_tensor(log_prob), mask=site["mask"])
 
 
-def _missing(site: Site) -> Tensor:
-    missing: Tensor = site["value"].isnan()
+def _any_of_event(site: Site, elements: Tensor) -> Tensor:
     event_dim = site["fn"].event_dim
-    return missing.flatten(-event_dim).any(-1) if event_dim else missing
+    return elements.flatten(-event_dim).any(-1) if event_dim else elements
 
 
 @torch.no_grad()
@@ -326,17 +332,11 @@ def _outside(name: str, site: Site) -> str:
 
 
 def _at_the_edge(name: str, site: Site, support: Any, log_prob: Tensor) -> str:
-    """Describe data without a finite density, which are infinite or at the edge of the support."""
+    """Describe data without a finite density at the edge of the support."""
     value = site["value"]
     if support.is_discrete or value.shape != log_prob.shape:
         return ""
     lost = scale_and_mask(log_prob, mask=site["mask"]).isfinite().logical_not()
-    infinite = int((lost & value.isinf()).sum())
-    if infinite:
-        return (
-            f"the observation of site '{name}' is infinite in {infinite} of {value.numel()} "
-            "elements. Cure: leave these elements out, or mask them"
-        )
     support = innermost_support(support)
     low, high = (getattr(support, f"{side}_bound", math.nan) for side in ("lower", "upper"))
     number = int((lost & ((value == low) | (value == high))).sum())

@@ -252,7 +252,8 @@ def test_models_that_compare_by_value_are_told_apart_by_identity():
 
 @pytest.mark.parametrize("vectorize", ["vmap", "plate", False])
 @pytest.mark.parametrize("num_particles", [1, 4])
-def test_nan_among_the_observations_is_refused_by_name(vectorize, num_particles):
+@pytest.mark.parametrize("value, kind", [(torch.nan, "NaN"), (-torch.inf, "infinite")])
+def test_missing_data_are_refused_by_name(vectorize, num_particles, value, kind):
     def model(y):
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         with pyro.plate("rows", 3):
@@ -263,9 +264,9 @@ def test_nan_among_the_observations_is_refused_by_name(vectorize, num_particles)
     svi = SVI(lambda y: (seen.append(y), model(y)), guide, pyro.optim.Adam({}), elbo)
     guide(torch.zeros(3))
     seen.clear()
-    match = "observation of site 'y' is NaN in 1 of 3 elements. Cure: .* mask"
+    match = f"observation of site 'y' is {kind} in 1 of 3 elements. Cure: .* mask"
     with pytest.raises(ValueError, match=match):
-        svi.step(torch.tensor([0.0, torch.nan, 1.0]))
+        svi.step(torch.tensor([0.0, value, 1.0]))
     assert len(seen) == 1  # no other draw of the guide would help
 
 
