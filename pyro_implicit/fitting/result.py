@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.bijections import on_one_turn
-from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
@@ -37,7 +38,7 @@ from pyro_implicit.fitting.updating import JointPrior, log_prob_of, posterior_as
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.sampler import Sampler, StoredDraws
+from pyro_implicit.guides.sampler import Sampler, SitePlates, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
@@ -199,10 +200,22 @@ class Fit(Printed):
         """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
         number = self.policy.choice.num_kept
         found = self._posterior(number)
-        if not self.supports:
-            return found
-        draws = found.samples if isinstance(found, StoredDraws) else draw(found, number)
-        return StoredDraws(self._with_values(draws))
+        if self.supports:
+            draws = found.samples if isinstance(found, StoredDraws) else draw(found, number)
+            found = StoredDraws(self._with_values(draws))
+        if isinstance(found, StoredDraws) and not found.plates:
+            found = copy.copy(found)
+            found.plates = self._site_plates
+        return found
+
+    @cached_property
+    def _site_plates(self) -> dict[str, SitePlates]:
+        """The plates of the sites; of the guide's sites if the model cannot run on all data."""
+        trace = getattr(self.guide, "prototype_trace", None)
+        with suppress(Exception), seeded(0):  # draws outside of plates need none
+            args, kwargs = self._of_all_data()
+            trace = trace_model(self.source[0], args, kwargs)
+        return {} if trace is None else SitePlates.of(trace)
 
     def _with_values(self, draws: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add the values of sites whose positions were drawn."""

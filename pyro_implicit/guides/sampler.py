@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
@@ -17,8 +20,9 @@ from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.guides.policy import ROUNDING
 from pyro_implicit.guides.posterior_draws import draw, name_of, refuse_missing_sites
 from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.sites import is_latent
 
-__all__ = ["NOWHERE", "Guide", "Sampler", "StoredDraw", "StoredDraws"]
+__all__ = ["NOWHERE", "Guide", "Sampler", "SitePlates", "StoredDraw", "StoredDraws"]
 
 
 Guide = Callable[..., Any] | Mapping[str, Tensor]
@@ -179,12 +183,32 @@ class StoredDraw(dist.Delta):
         )
 
 
+class SitePlates(NamedTuple):
+    """The plates of a site, and the number of dimensions of its events."""
+
+    event_dim: int
+    frames: tuple[CondIndepStackFrame, ...]
+
+    @staticmethod
+    def of(trace: Trace) -> dict[str, SitePlates]:
+        """Return the plates of the latent variables in a model's trace, by site."""
+        return {
+            name: SitePlates(
+                site["fn"].event_dim,
+                tuple(frame for frame in site["cond_indep_stack"] if frame.vectorized),
+            )
+            for name, site in trace.nodes.items()
+            if is_latent(site)
+        }
+
+
 class StoredDraws:
     """A guide of stored draws: of chains, particles or another library.
 
     Each call selects one draw for all sites, so that ``Predictive`` and
-    :func:`~pyro_implicit.diagnose` accept it as a guide. It has no density: an ELBO or Pyro's
-    ``WeighedPredictive`` raises an
+    :func:`~pyro_implicit.diagnose` accept it as a guide. Inside plates that are not the model's, as
+    in ``Predictive(parallel=True)``, each of their elements has its own draw. It has no density: an
+    ELBO or Pyro's ``WeighedPredictive`` raises an
     :class:`~pyro_implicit.distributions.IntractableDensityError`.
 
     **Example:**
@@ -204,7 +228,10 @@ class StoredDraws:
         :func:`~pyro_implicit.diagnose` judges chains that have not converged.
     :param num_independent: the number of independent draws that they are worth; by default all.
     :param num_chains: the number of chains, whose draws follow each other; 1 if unknown.
-    :raises ValueError: for no draws, or sites with different numbers of draws.
+    :param plates: the plates of the sites in the model, by site. Draws of sites without them cannot
+        be made inside plates.
+    :raises ValueError: for no draws, or sites with different numbers of draws; when called inside a
+        plate, for sites of unknown plates.
     """
 
     def __init__(
@@ -216,6 +243,7 @@ class StoredDraws:
         drift: Any = None,
         num_independent: float = math.inf,
         num_chains: int = 1,
+        plates: Mapping[str, SitePlates] | None = None,
     ) -> None:
         lengths = {len(value) for value in samples.values()}
         if len(lengths) != 1 or lengths == {0}:
@@ -229,18 +257,51 @@ class StoredDraws:
         self.num_draws = lengths.pop()
         self.num_independent = int(min(self.num_draws, num_independent))
         self.num_chains = num_chains
+        self.plates = dict(plates or {})
 
     def __repr__(self) -> str:
         return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Select one draw; the model's arguments are ignored."""
-        index = int(torch.randint(self.num_draws, ()))
-        values = {name: value[index] for name, value in self.samples.items()}
-        return {
-            name: pyro.sample(name, StoredDraw(value, event_dim=value.dim()))
-            for name, value in values.items()
-        }
+        """Select one draw, or one for each element of the plates around the call.
+
+        The model's arguments are ignored.
+        """
+        infer = {"is_auxiliary": True}
+        place = pyro.sample("_StoredDraws_place", dist.Uniform(0.0, 1.0), infer=infer)
+        index = (place * self.num_draws).long().clamp(max=self.num_draws - 1).cpu()
+        made: dict[str, pyro.plate] = {}
+        values = {}
+        for name, samples in self.samples.items():
+            value, plates = self._select(name, samples, index)
+            with ExitStack() as stack:
+                for frame in plates.frames:
+                    if frame.name not in made:
+                        size = value.shape[frame.dim - plates.event_dim]
+                        made[frame.name] = pyro.plate(frame.name, size, dim=frame.dim)
+                    stack.enter_context(made[frame.name])
+                values[name] = pyro.sample(name, StoredDraw(value, event_dim=plates.event_dim))
+        return values
+
+    def _select(self, name: str, samples: Tensor, index: Tensor) -> tuple[Tensor, SitePlates]:
+        """Return draws with the dimensions of the plates of ``index`` on the left."""
+        plates = self.plates.get(name)
+        if plates is None and index.dim():
+            raise ValueError(
+                f"the draws of site '{name}' cannot be selected inside a plate, as its plates in "
+                "the model are not known. Cure: result.posterior of a result of fit, or draws "
+                "outside of the plate, as by Predictive(parallel=False)"
+            )
+        if plates is None:
+            return samples[index], SitePlates(samples.dim() - 1, ())
+        num_inner = samples.dim() - 1 - plates.event_dim
+        outer = index.shape[: max(0, index.dim() - num_inner)]
+        if index.shape[len(outer) :].numel() > 1:
+            raise ValueError(
+                f"a plate around the guide has the dimension of a plate of site '{name}'. Cure: "
+                f"dim={-1 - num_inner} or further to the left"
+            )
+        return samples[index.reshape(outer)], plates
 
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Select draws in random order, without replacement until all are used.

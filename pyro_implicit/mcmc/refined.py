@@ -269,15 +269,14 @@ class Refined(Printed, ArvizExport):
 
     def as_guide(self) -> StoredDraws:
         """Return the draws as a guide, for ``Predictive``."""
-        known = {} if self.drift is None else {"num_independent": self.drift.num_effective}
         return StoredDraws(
             self.get_samples(),
             self.settled,
             self.modes_weighed,
             self.doubts,
             drift=self.drift,
+            num_independent=math.inf if self.drift is None else self.drift.num_effective,
             num_chains=self.num_chains,
-            **known,
         )
 
     def diagnostics(self) -> dict[str, Any]:

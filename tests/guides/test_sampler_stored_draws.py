@@ -8,11 +8,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.contrib.forecast import Forecaster, ForecastingModel
 from pyro.infer import Predictive, Trace_ELBO, WeighedPredictive
 from pyro.infer.importance import psis_diagnostic
 
-from pyro_implicit import LIVI_ELBO, compare, diagnose, evidence_bound, refine
+from pyro_implicit import LIVI_ELBO, compare, diagnose, evidence_bound, fit, refine
 from pyro_implicit.guides import StoredDraws
+from pyro_implicit.guides.sampler import SitePlates
 from pyro_implicit.ops.score_estimators import stein_test
 
 
@@ -26,6 +28,12 @@ def model(y=None):
 def stored(num_draws):
     x = torch.randn(num_draws)
     return StoredDraws({"x": x, "z": x.unsqueeze(-1) + torch.tensor([1.0, 2.0])})
+
+
+def in_plates(num_draws, model=model, *args):
+    guide = stored(num_draws)
+    trace = poutine.trace(model).get_trace(*args)
+    return StoredDraws(guide.samples, plates=SitePlates.of(trace))
 
 
 def test_all_sites_are_of_one_draw():
@@ -96,7 +104,8 @@ def test_a_density_is_refused():
         z = pyro.sample("z", dist.Normal(x.unsqueeze(-1) + torch.zeros(2), 1.0).to_event(1))
         pyro.sample("y", dist.Normal(z, 1.0).to_event(1), obs=y)
 
-    guide, y = stored(7), torch.zeros(2)
+    y = torch.zeros(2)
+    guide = in_plates(7, model, y)
     for ask in (
         lambda: WeighedPredictive(model, guide=guide, num_samples=5)(y),
         lambda: psis_diagnostic(model, guide, y, num_particles=20, max_plate_nesting=1),
@@ -113,6 +122,67 @@ def test_what_asks_for_no_density_goes_on():
     assert diagnose(model, guide, y, modes=None, num_transitions=0, progress=False).bound is None
     refined = refine(model, guide, y, max_gradients=100, seed=0, progress=False)
     assert refined.get_samples()["z"].shape[1:] == (2,)
-    with pyro.plate("many", 3, dim=-2), poutine.trace() as trace:
-        guide()
-    assert trace.trace.nodes["x"]["fn"].batch_shape == (3, 1)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_predictions_have_their_own_draws(parallel):
+    found = Predictive(model, guide=in_plates(500), num_samples=400, parallel=parallel)()
+    assert found["x"].shape == (400, 1) and found["y"].shape == (400, 2)
+    assert len(found["x"].unique()) > 200
+    torch.testing.assert_close(found["z"] - found["x"], torch.tensor([[1.0, 2.0]]).expand(400, 2))
+
+
+def test_draws_inside_plates():
+    guide = in_plates(50)
+    with pyro.plate("far", 3, dim=-3), pyro.plate("near", 4, dim=-2), poutine.trace() as trace:
+        values = guide()
+    assert values["x"].shape == (3, 4, 1) and values["z"].shape == (3, 4, 2)
+    assert len(values["x"].unique()) > 5
+    frames = [frame.name for frame in trace.trace.nodes["z"]["cond_indep_stack"]]
+    assert sorted(frames) == ["far", "near", "pair"]
+    with pyro.plate("on top", 3, dim=-1):
+        with pytest.raises(ValueError, match="dimension of a plate of site 'z'. Cure: dim=-2"):
+            guide()
+    with pyro.plate("many", 3, dim=-2):
+        with pytest.raises(ValueError, match="site 'x' cannot be selected inside a plate.*Cure"):
+            stored(7)()
+
+
+def test_sites_share_plates_and_have_events():
+    def model():
+        with pyro.plate("outer", 3, dim=-2), pyro.plate("inner", 2, dim=-1):
+            pyro.sample("a", dist.Normal(0.0, 1.0))
+            pyro.sample("b", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+
+    samples = {"a": torch.randn(9, 3, 2), "b": torch.randn(9, 3, 2, 4)}
+    guide = StoredDraws(samples, plates=SitePlates.of(poutine.trace(model).get_trace()))
+    with pyro.plate("many", 5, dim=-3), poutine.trace() as trace:
+        values = guide()
+    assert values["a"].shape == (5, 3, 2) and values["b"].shape == (5, 3, 2, 4)
+    assert trace.trace.nodes["b"]["fn"].event_shape == (4,)
+    draws = poutine.trace(poutine.condition(model, values)).get_trace()
+    assert draws.log_prob_sum().isfinite()
+
+
+def test_forecasts_by_pyros_forecaster():
+    """Pyro replays draws of the past, and draws the future from the model."""
+
+    class Walk(ForecastingModel):
+        def model(self, zero_data, covariates):
+            bias = pyro.sample("bias", dist.Normal(0.0, 1.0))
+            with self.time_plate:
+                drift = pyro.sample("drift", dist.Normal(0.0, 0.5))
+            level = bias + drift.cumsum(-1)
+            self.predict(dist.Normal(0.0, torch.tensor([0.1])), level.unsqueeze(-1))
+
+    y, covariates, walk = torch.zeros(5, 1), torch.zeros(8, 0), Walk()
+    result = fit(walk, "auto", y, covariates[:5], seed=0, progress=False)
+    with pyro.validation_enabled(False):
+        forecaster = Forecaster(walk, y, covariates[:5], guide=result.posterior, num_steps=0)
+    found = forecaster(y, covariates, 4000).squeeze(-1)
+    assert found.shape == (4000, 3)
+    steps = torch.arange(1, 4)
+    # The variance of the last level, .0096, is that of Kalman's filter in its steady state.
+    sd = (0.0096 + 0.25 * steps + 0.01).sqrt()
+    assert (found.mean(0) / sd).abs().max() < 4 / 4000**0.5
+    assert (found.std(0) / sd - 1).abs().max() < 4 / 8000**0.5
