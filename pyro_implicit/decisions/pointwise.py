@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.quantities import element_labels
-from pyro_implicit.runtime.messages import short_repr
+from pyro_implicit.runtime.messages import short_repr, warn_user
 from pyro_implicit.runtime.sites import Site, is_data, unmasked_elements
 
 __all__ = [
@@ -63,11 +64,9 @@ def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Obs
     :param draws: by site, ``(num_draws, *site_shape)``; the first draw is used.
     :raises ValueError: for a model without observed sites, or whose continuous data are constant.
     """
-    model = poutine.condition(target.model, {name: draws[name][0] for name in target.shapes})
-    trace = trace_model(model, target.args, target.kwargs)
     found = {
         name: ObservedSite.of(site)
-        for name, site in trace.nodes.items()
+        for name, site in _trace_at_first(target, draws).nodes.items()
         if name not in target.shapes and is_data(site, factors=False)
     }
     if not found:
@@ -85,6 +84,25 @@ def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Obs
                 "site"
             )
     return found
+
+
+def _trace_at_first(target: Target, draws: Mapping[str, Tensor]) -> Trace:
+    model = poutine.condition(target.model, {name: draws[name][0] for name in target.shapes})
+    return trace_model(model, target.args, target.kwargs)
+
+
+def _warn_of_factors(target: Target, draws: Mapping[str, Tensor]) -> None:
+    """Warn of factors in plates, which may be rows of data, such as censored ones."""
+    for name, site in _trace_at_first(target, draws).nodes.items():
+        if not is_data(site) or is_data(site, factors=False) or not site["cond_indep_stack"]:
+            continue
+        number = int(unmasked_elements(site).sum())
+        warn_user(
+            f"the {number} elements of the pyro.factor '{name}' are left out, as they are no "
+            "observations with a distribution; the posterior and the log evidence include them. "
+            "Cure: an observed site, for instance pyro.sample(name, dist.Bernoulli(probability of "
+            "survival), obs=1.0) for censored rows"
+        )
 
 
 def _by_name(name: str) -> list[tuple[int, str]]:
@@ -129,11 +147,13 @@ class Pointwise:
         :param scaled: see :meth:`Target.log_likelihood`.
         :raises ValueError: for draws that are all one point, observations that depend on discrete
             latent variables, and log-likelihoods that are not finite.
+        :warns UserWarning: for each ``pyro.factor`` in a plate, whose elements are left out.
         """
         refuse_point(draws)
         lead = next(iter(draws.values())).shape[:2]
         flat = {name: value.flatten(0, 1) for name, value in draws.items()}
         sites, parts = observed_sites(target, flat), []
+        _warn_of_factors(target, flat)
         for start in range(0, lead.numel(), DECISIONS.draws_at_once):
             some = {k: value[start : start + DECISIONS.draws_at_once] for k, value in flat.items()}
             part = observation_columns(target.log_likelihood(some, list(sites), scaled), sites)

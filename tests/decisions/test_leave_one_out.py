@@ -148,6 +148,29 @@ def summed_out(y):
         pyro.sample("y", dist.Normal(x[..., 0] * z + x[..., 1] * (1 - z), 1.0), obs=y)
 
 
+def test_rows_of_a_factor_are_left_out_with_a_warning():
+    def model(y, late, is_factor):
+        x = pyro.sample("x", dist.Normal(torch.zeros((), dtype=torch.float64), 2.0))
+        pyro.factor("of the prior", -x.square())
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        log_survival = dist.Normal(0.0, 1.0).cdf(x - late).log()
+        with pyro.plate("late", len(late)), poutine.mask(mask=late > 0):
+            if is_factor:
+                pyro.factor("censored", log_survival)
+            else:
+                pyro.sample("censored", dist.Bernoulli(log_survival.exp()), obs=late.new_ones(3))
+
+    late, draws = torch.tensor([-1.0, 1.0, 2.0], dtype=torch.float64), posterior_draws(Y)
+    with pytest.warns(
+        UserWarning, match="the 2 elements of the pyro.factor 'censored' are left.*Cu"
+    ):
+        found = Pointwise.of(Target(model, Y, late, True), draws)
+    assert found.labels == tuple(f"y[{i}]" for i in range(6))
+    found = Pointwise.of(Target(model, Y, late, False), draws)
+    assert found.labels[:2] == ("censored[1]", "censored[2]") and len(found.labels) == 8
+
+
 @pytest.mark.parametrize(
     ("model", "y", "draws", "message"),
     [
