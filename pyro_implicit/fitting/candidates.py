@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.distributions as dist
 import pyro.distributions.constraints as constraints
 import torch
 from pyro import poutine
@@ -30,6 +31,7 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import uncovered_modes
+from pyro_implicit.distributions.implicit import Mixture
 from pyro_implicit.fitting.policy import (
     DEFAULT,
     DRAWS_AT_ONCE,
@@ -337,6 +339,7 @@ def exact_log_weights(
     num_draws: int,
     log_prob: Callable[[Tensor], Tensor] | None = None,
     noise: Tensor | None = None,
+    wide: CorrectionPolicy | None = None,
 ) -> tuple[Tensor, LogWeights]:
     """Draw from a guide with an exact density, and return the draws and log p - log q.
 
@@ -355,14 +358,20 @@ def exact_log_weights(
     :param target: the posterior.
     :param num_draws: the number of draws.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
-    :param noise: the noise of the draws ``(num_draws, latent_dim)``, for instance Sobol points; by
-        default random. A mixture has none.
+    :param noise: the standard normal noise of the draws ``(num_draws, latent_dim)``, for instance
+        of Sobol points; by default random. A mixture has none. With ``wide``, one more column
+        selects the scales.
+    :param wide: widens the noise of some draws, so that they reach tails which the guide lacks.
     :returns: unconstrained draws ``(num_draws, latent_dim)`` and log-weights ``(num_draws,)``, -inf
         where the model has no density.
     """
     q = guide.get_posterior(*target.args, **target.kwargs)
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
+    if wide is not None:
+        q = _widened(q, wide)
+    if noise is not None and wide is not None:
+        noise = _widened_noise(noise, wide)
     parts, log_weights = [], []
     log_prob = log_prob or target.log_prob
     for first in range(0, num_draws, DRAWS_AT_ONCE):
@@ -374,6 +383,25 @@ def exact_log_weights(
         log_weights.append(log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
     return torch.cat(parts), LogWeights(found.masked_fill(~found.isfinite(), -math.inf))
+
+
+def _widened(q: Distribution, policy: CorrectionPolicy) -> Distribution:
+    """Return a distribution whose standard normal noise is mixed with wider noise."""
+    if isinstance(q, Mixture):
+        return Mixture(q.log_weights, [_widened(part, policy) for part in q.components])
+    if not isinstance(q, TransformedDistribution):
+        return q
+    zeros = torch.zeros_like(q.base_dist.mean)
+    parts = [dist.Normal(zeros, scale).to_event(1) for scale in (1.0, *policy.wide_scales)]
+    shares = zeros.new_tensor((policy.usual_share, *policy.wide_shares))
+    return TransformedDistribution(Mixture(shares.log(), parts), q.transforms)
+
+
+def _widened_noise(noise: Tensor, policy: CorrectionPolicy) -> Tensor:
+    """Return noise that is scaled as the last column says, without that column."""
+    shares = noise.new_tensor((policy.usual_share, *policy.wide_shares[:-1]))
+    place = torch.bucketize(torch.special.ndtr(noise[:, -1]), shares.cumsum(0))
+    return noise[:, :-1] * noise.new_tensor((1.0, *policy.wide_scales))[place].unsqueeze(-1)
 
 
 def set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -543,9 +571,8 @@ def reliability(
     number = min(policy.num_weighed_again, affordable)
     if number <= policy.num_weighed:
         return found
-    more = exact_log_weights(guide, target, number)[1]
-    again = LogWeights(torch.cat([found.values, more.values]))
-    return again if again.efficiency < policy.agrees * found.efficiency else found
+    more = exact_log_weights(guide, target, number, wide=policy)[1]
+    return found if policy.confirms(more, found.efficiency) else more
 
 
 @torch.no_grad()
@@ -591,9 +618,10 @@ def corrected_draws(
     :param symmetries: of the posterior, by random members of which the draws are moved.
     :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
     """
+    efficiency *= policy.usual_share
     proposals = math.ceil(policy.oversampling * num_samples / efficiency)
     number = max(proposals, policy.least_proposals)
-    draws, log_weights = exact_log_weights(guide, target, number)
+    draws, log_weights = exact_log_weights(guide, target, number, wide=policy)
     drawn = draws[log_weights.resample(num_samples)]
     return target.constrain(symmetries.shuffled(drawn) if symmetries else drawn)
 
@@ -619,12 +647,9 @@ class _JointDraws:
     def __init__(self, symmetries: Symmetries | None, marginal: Marginal) -> None:
         self._symmetries, self._marginal = symmetries, marginal
         self._latents: list[Tensor] = []
-        self._faults: list[float] = []
-
-    @property
-    def max_fault(self) -> float:
-        """The largest error of a log-density; infinite if there was no draw with one."""
-        return max(self._faults, default=math.inf)
+        self._faults: list[Tensor] = []
+        #: The largest error of a log-density among draws that are kept; infinite without any.
+        self.max_fault = math.inf
 
     def draw(self, rest: Tensor) -> Tensor:
         """Draw the integrated variables, and return the density of the remaining ones."""
@@ -632,15 +657,22 @@ class _JointDraws:
         rest = self._symmetries.shuffled(rest) if self._symmetries else rest
         latent, value, fault = self._marginal.draw(rest)
         self._latents.append(latent)
-        known = fault[value.isfinite()]
-        if len(known):
-            self._faults.append(known.amax().item())
+        self._faults.append(fault.masked_fill(~value.isfinite(), 0.0))
         return value
 
-    def take(self) -> Tensor:
-        """Return all latent variables since the last call, ``(num_draws, latent_dim)``."""
-        latents, self._latents = torch.cat(self._latents), []
-        return latents
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return all latent variables since the last call, and the errors of their densities.
+
+        :returns: ``(num_draws, latent_dim)`` and ``(num_draws,)``.
+        """
+        latents, faults = torch.cat(self._latents), torch.cat(self._faults)
+        self._latents, self._faults = [], []
+        return latents, faults
+
+    def keep(self, faults: Tensor) -> None:
+        """Note the errors of draws that are kept."""
+        known = 0.0 if math.isinf(self.max_fault) else self.max_fault
+        self.max_fault = max(known, faults.amax().item())
 
 
 def _joint_by_weights(
@@ -649,21 +681,24 @@ def _joint_by_weights(
     """Resample joint draws by the importance weights of the remaining variables."""
     # Sobol points: moments of the remaining variables are then almost those of an integral.
     like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
-    noise, policy = normal_draws(num_draws, len(like), like, seed), found.policy.correction
+    noise, policy = normal_draws(num_draws, len(like) + 1, like, seed), found.policy.correction
     guide, is_settled = found.guide, False
     while guide is not None:
         rest, weights = exact_log_weights(
-            guide, found.target, num_draws, log_prob=joint.draw, noise=noise
+            guide, found.target, num_draws, log_prob=joint.draw, noise=noise, wide=policy
         )
-        latent, is_settled = joint.take(), policy.confirms(weights, found.correction)
+        latent, faults = joint.take()
+        is_settled = policy.confirms(weights, found.correction)
         is_last = is_settled or guide is not found.guide
         guide = None if is_last else matched_guide(guide, found.target, rest, weights, policy)
     index = weights.resample(num_draws)
+    joint.keep(faults[index])
     latent, order = latent[index], index.argsort()
     again = order[1:][index[order].diff() == 0]
     if len(again):  # a point that repeats has other values of the integrated variables
         joint.draw(rest[index[again]])
-        latent[again] = joint.take()
+        latent[again], faults = joint.take()
+        joint.keep(faults)
     doubts = () if is_settled else (f"importance weights of the remaining variables: {weights}",)
     return latent, {"settled": is_settled, "modes_weighed": True, "doubts": doubts}
 
@@ -679,4 +714,6 @@ def _joint_by_chains(
     index = index[:, :: max(1, math.ceil(stored.num_draws / num_draws))].flatten()
     joint.draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
     names = ("settled", "modes_weighed", "doubts", "drift", "num_independent", "num_chains")
-    return joint.take(), {name: getattr(stored, name) for name in names}
+    latent, faults = joint.take()
+    joint.keep(faults)
+    return latent, {name: getattr(stored, name) for name in names}

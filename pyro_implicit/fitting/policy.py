@@ -472,16 +472,27 @@ class CorrectionPolicy:
     #: Draws of the guide, at least, for any number of resampled ones.
     least_proposals: int = 1000
 
+    #: Shares of the resampled draws whose noise is wider, and factors of its scale. A guide that is
+    #: too narrow in a tail gives it no draws, so that k-hat cannot see it (Hesterberg, 1995,
+    #: Weighted average importance sampling and defensive mixture distributions).
+    wide_shares: tuple[float, ...] = (0.15, 0.05)
+    wide_scales: tuple[float, ...] = (2.0, 4.0)
+
+    @property
+    def usual_share(self) -> float:
+        """The share of draws with the guide's own noise."""
+        return 1 - sum(self.wide_shares)
+
     def confirms(self, weights: LogWeights, efficiency: float) -> bool:
         """Return whether more weights confirm the accepted ones.
 
         Their k-hat may be larger, as it varies between samples, but must be reliable; a region that
         the first draws missed lowers the effective sample size.
 
-        :param weights: log-weights of the guide's draws.
+        :param weights: log-weights of draws of the guide with wider noise.
         :param efficiency: effective sample size of the accepted weights, as a share.
         """
-        agrees = weights.efficiency >= self.agrees * efficiency
+        agrees = weights.efficiency >= self.agrees * self.usual_share * efficiency
         return self.accepts(weights) or (agrees and weights.khat < self.max_khat_of_near)
 
     def accepts(self, weights: LogWeights) -> bool:

@@ -23,8 +23,14 @@ from pyro_implicit.fitting import (
     frame_of_draws,
     weigh,
 )
-from pyro_implicit.fitting.candidates import corrected_draws, matched_guide, reliability
+from pyro_implicit.fitting.candidates import (
+    corrected_draws,
+    exact_log_weights,
+    matched_guide,
+    reliability,
+)
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops.quadrature import normal_draws
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -77,11 +83,50 @@ def test_few_draws_are_evaluated_together(monkeypatch):
     assert max(sizes) == 20 and sum(sizes) > 2_000
 
 
-@pytest.mark.parametrize("efficiency, number", [(0.5, 400), (0.8, 250)])
+@pytest.mark.parametrize("efficiency, number", [(0.5, 500), (0.8, 313)])
 def test_two_effective_draws_for_each_resampled_draw(efficiency, number, monkeypatch):
     density, guide, sizes = spied(monkeypatch)
     corrected_draws(guide, density, 100, efficiency, CorrectionPolicy(least_proposals=10))
     assert sum(sizes) == number
+
+
+def heavy():
+    pyro.sample("x", dist.StudentT(5.0, torch.zeros(2), 1.0).to_event(1))
+
+
+@pytest.mark.parametrize("num_modes", [1, 2])
+@pytest.mark.parametrize("sobol", [False, True])
+def test_wide_noise_has_its_density(num_modes, sobol):
+    """The guide is about a normal of scale 2, or one with a second normal at 1."""
+    policy, number = CorrectionPolicy(wide_shares=(0.2, 0.1), wide_scales=(3.0, 5.0)), 4096
+    locs = torch.tensor([[0.0, 0.0], [1.0, 1.0]])[:num_modes]
+    modes = Modes(locs, 2 * torch.eye(2).expand(num_modes, 2, 2), torch.zeros(num_modes))
+    guide, noise = exact_guide(heavy, modes), None
+    if sobol:
+        noise = normal_draws(number, 3, locs)
+    options = {"noise": noise, "wide": policy, "log_prob": lambda points: points[:, 0] * 0}
+    draws, weights = exact_log_weights(guide, Target(heavy), number, **options)
+    shares, scales = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([1.0, 3.0, 5.0])
+    parts = []
+    for one in guide.components if num_modes == 2 else [guide]:
+        transform = one.get_transform()
+        normal_noise = transform.inv(draws)
+        log_det = transform.log_abs_det_jacobian(normal_noise, draws)
+        radius = normal_noise.square().sum(-1, keepdim=True)
+        density = shares / num_modes * (-0.5 * radius / scales**2).exp() / (2 * math.pi * scales**2)
+        parts.append(density.sum(-1).log() - log_det)
+    torch.testing.assert_close(-weights.values, torch.stack(parts).logsumexp(0))
+    variance = 4 * (shares @ scales.square()) + (0.25 if num_modes == 2 else 0.0)
+    assert (draws.var(0) / variance - 1).abs().max() < 0.2  # its kurtosis is about 9
+
+
+def test_draws_reach_tails_that_the_guide_lacks():
+    """A standard normal for a t distribution with five degrees of freedom, of sd 1.29."""
+    modes = Modes(torch.zeros(1, 2), torch.eye(2)[None], torch.zeros(1))
+    guide, target = exact_guide(heavy, modes), Target(heavy)
+    draws = corrected_draws(guide, target, 20_000, 0.8)["x"]
+    # Without wider noise: 1.15.
+    assert (draws.std(0) / (5 / 3) ** 0.5 - 1).abs().max() < 0.04
 
 
 def test_a_gaussian_with_the_moments_of_weighted_draws():

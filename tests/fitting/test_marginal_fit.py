@@ -134,7 +134,7 @@ def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> No
     """The Gaussian with the moments of the weighted draws replaces it: five standard errors."""
     inner = result.marginal
     mean, sd = inner.sample(4000)["scale"].log().mean(), inner.sample(4000)["scale"].log().std()
-    modes = Modes(mean.reshape(1, 1), 0.5 * sd.reshape(1, 1, 1), torch.zeros(1))
+    modes = Modes(mean.reshape(1, 1), 0.3 * sd.reshape(1, 1, 1), torch.zeros(1))
     narrow = exact_guide(inner.target.model, modes, *inner.target.args)
     weights = exact_log_weights(narrow, inner.target, 512)[1]
     assert not inner.policy.correction.accepts(weights)
@@ -250,9 +250,15 @@ def test_joint_draws_without_a_density_have_no_small_fault():
     """Otherwise they would pass their check."""
 
     def draw(rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return rest, torch.tensor([-math.inf, 0.0]), torch.tensor([0.0, 0.5])
+        return rest, torch.tensor([-math.inf, 0.0, 0.0]), torch.tensor([9.0, 0.5, 0.7])
 
     joint = _JointDraws(None, SimpleNamespace(draw=draw))
     assert joint.max_fault == math.inf
-    joint.draw(torch.zeros(2, 1))
-    assert joint.max_fault == 0.5 and joint.take().shape == (2, 1)
+    joint.draw(torch.zeros(3, 1))
+    latent, faults = joint.take()
+    assert latent.shape == (3, 1) and joint.max_fault == math.inf
+    joint.keep(faults[:2])
+    assert joint.max_fault == 0.5
+    joint.keep(faults[2:])
+    joint.keep(faults[:2])
+    assert joint.max_fault == pytest.approx(0.7)
