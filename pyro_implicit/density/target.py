@@ -684,6 +684,8 @@ class Target:
         log_det: Any = 0.0
         for name, part in parts.items():
             transform = self.transforms[name]
+            if self.is_wide:  # before the bijection, which loses digits near a bound
+                part = part.double()
             values[name] = transform(part)
             term = transform.log_abs_det_jacobian(part, values[name])
             num_batch = part.dim() - len(self.shapes[name])

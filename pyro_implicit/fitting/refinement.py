@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from pyro_implicit.fitting.candidates import (
     set_up,
 )
 from pyro_implicit.fitting.parameters import model_parameters
-from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy
+from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, CorrectionPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
 from pyro_implicit.fitting.starts import best_of_race, between, first_scales
@@ -155,11 +157,13 @@ def correct(stages: Stages, target: Target) -> float:
         if result.symmetries and result.num_modes and result.num_modes > 1:
             line.outcome = "skipped: modes may have different numbers of copies"
             return efficiency
-        found = stages.reliability or stages.reliability_of(result.guide, target)
+        note = widen_if_rounded(target, partial(_draws_in_double, result.guide, target, policy))
+        known = None if note else stages.reliability
+        found = known or stages.reliability_of(result.guide, target)
         if found is None:
             line.outcome = f"skipped: {NO_WEIGHTS}"
             return efficiency
-        line.outcome = str(found)
+        line.outcome = f"{note}; {found}" if note else str(found)
         for _ in range(policy.num_matched):
             better = None if policy.accepts(found) else _match(stages, target, found)
             if better is None:
@@ -172,6 +176,19 @@ def correct(stages: Stages, target: Target) -> float:
     return efficiency
 
 
+def _draws_in_double(guide: Any, target: Target, policy: CorrectionPolicy, number: int) -> Tensor:
+    """Return draws of the posterior in double precision, as far as the weights of a guide reach.
+
+    Near a bound, single precision may lack a part of the posterior.
+    """
+    with suppress(Exception):  # of a model that mixes dtypes
+        draws, weights = exact_log_weights(
+            guide, target.in_double(), policy.num_weighed, wide=policy
+        )
+        return draws[weights.resample(number)]
+    return Sampler(target, guide).draw(number)
+
+
 def _match(stages: Stages, target: Target, before: LogWeights) -> LogWeights | None:
     """Give the chosen Gaussian the moments of its weighted draws if that makes weights more even.
 
@@ -179,7 +196,7 @@ def _match(stages: Stages, target: Target, before: LogWeights) -> LogWeights | N
     :returns: the weights of the new one; None if it is no better.
     """
     result, policy = stages.result, stages.policy.correction
-    points, weights = exact_log_weights(result.guide, target, policy.num_weighed)
+    points, weights = exact_log_weights(result.guide, target, policy.num_weighed, wide=policy)
     guide = matched_guide(result.guide, target, points, weights, policy)
     found = None if guide is None else stages.reliability_of(guide, target)
     if found is None or found.efficiency <= before.efficiency:
