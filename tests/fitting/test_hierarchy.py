@@ -36,7 +36,9 @@ from tests.two_processes import in_two_processes
 
 NUM_GROUPS = 2000
 QUICK = FitPolicy(
-    hierarchy=HierarchyPolicy(num_pilot=50, num_starts=1, search_rounds=1, search_iterations=10)
+    hierarchy=HierarchyPolicy(
+        num_pilot=50, num_starts=1, search_rounds=1, search_iterations=10, num_weighed=(32, 512)
+    )
 )
 
 
@@ -263,9 +265,10 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
     policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
     if by_chains:
         budget = BudgetPolicy(
-            most_chains=64, least_gradients=150, most_gradients=150, patient_seconds=0.0
+            most_chains=64, least_gradients=100, most_gradients=100, patient_seconds=0.0
         )
-        policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0), budget=budget)
+        few = HierarchyPolicy(max_khat=-1.0, num_starts=2, search_rounds=1, num_weighed=(32, 64))
+        policy = FitPolicy(hierarchy=few, budget=budget)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "chains of the global variables stopped at max_gradients")
         result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
