@@ -14,6 +14,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pyro.infer
 import pytest
+import sklearn.ensemble
+import sklearn.gaussian_process
 from pyro import poutine
 from pyro.infer.autoguide import AutoNormal
 
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 SHORT = replace(
     FitPolicy(),
     budget=replace(
-        FitPolicy().budget, most_chains=32, most_gradients=300, least_gradients=300, patience=1,
+        FitPolicy().budget, most_chains=32, most_gradients=60, least_gradients=60, patience=1,
         patient_seconds=0.0,
     ),
     choice=replace(FitPolicy().choice, num_weighed=100),
@@ -77,7 +79,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     def patch(owner: Any, name: str, **budget: Any) -> None:
         monkeypatch.setattr(owner, name, within(getattr(owner, name), **budget))
 
-    quick = {"num_samples": 150, "num_transitions": 0, "modes": None}
+    quick = {"num_samples": 100, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(pyro_implicit, "fit", fit_something)
     monkeypatch.setattr(Fit, "_fit", staticmethod(fit_something))
     monkeypatch.setattr(importlib.import_module("pyro_implicit.sklearn"), "fit", fit_something)
@@ -101,8 +103,10 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     # Chains with such budgets stay apart.
     refinement = importlib.import_module("pyro_implicit.mcmc.refine")
     monkeypatch.setattr(refinement, "_can_anneal", lambda *args: False)
+    patch(sklearn.gaussian_process, "GaussianProcessRegressor", optimizer=None)
+    patch(sklearn.ensemble, "HistGradientBoostingRegressor", max_iter=2)
     patch(pyro.infer, "NUTS", jit_compile=False, max_tree_depth=1)
-    patch(pyro.infer, "MCMC", num_samples=20, warmup_steps=4)
+    patch(pyro.infer, "MCMC", num_samples=8, warmup_steps=4)
 
 
 @pytest.mark.parametrize("page", PAGES)
