@@ -10,14 +10,17 @@ from typing import Any, Literal
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer import ELBO
+from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor, distributed
 
 from pyro_implicit.density.checks.observations import explain, refuse_unfit_data
 from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
+from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = [
     "Amortize",
@@ -76,19 +79,24 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
 
 
 def refuse_unfit_guide(
-    model: Callable[..., Any], guide: Any, args: tuple, kwargs: dict[str, Any]
+    model: Callable[..., Any],
+    guide: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    loss: Trace_ELBO | None = None,
 ) -> None:
     """Check that a guide samples the model's latent variables, and that the data have a density.
 
     :param model: a Pyro model with its ``args`` and ``kwargs``, including one minibatch.
     :param guide: any guide.
+    :param loss: the user's own loss, which must sum over discrete latents that the guide lacks.
     :raises ValueError: naming the sites.
     :raises TypeError: for a guide that observes a site.
     """
     store = pyro.get_param_store()
     before = set(store.keys())
     try:
-        _refuse_unfit_guide(model, guide, args, kwargs)
+        _refuse_unfit_guide(model, guide, args, kwargs, loss)
     except Exception:
         for name in set(store.keys()) - before:  # a refused guide leaves no parameters
             del store[name]
@@ -96,7 +104,11 @@ def refuse_unfit_guide(
 
 
 def _refuse_unfit_guide(
-    model: Callable[..., Any], guide: Any, args: tuple, kwargs: dict[str, Any]
+    model: Callable[..., Any],
+    guide: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    loss: Trace_ELBO | None,
 ) -> None:
     guide_trace = None
     try:
@@ -111,7 +123,25 @@ def _refuse_unfit_guide(
             raise
         return  # the model fails at this draw of its prior
     refuse_other_guide(guide, model_trace, guide_trace)
+    if isinstance(loss, (Trace_ELBO, TraceEnum_ELBO)) and not isinstance(loss, ImplicitELBO):
+        _refuse_missing_sum(loss, model_trace, guide_trace)
     refuse_unfit_data(model_trace)
+
+
+def _refuse_missing_sum(loss: ELBO, model_trace: Trace, guide_trace: Trace) -> None:
+    """Check that Pyro's ``loss`` sums over the discrete latents that the guide lacks."""
+    for name, site in model_trace.nodes.items():
+        if not is_discrete_latent(site) or name in guide_trace:
+            continue
+        fault, cure = "which the guide lacks", ""
+        if isinstance(loss, TraceEnum_ELBO):
+            if site["infer"].get("enumerate") == "parallel":
+                continue
+            fault, cure = "which the model does not mark", "fit(config_enumerate(model), ...), or "
+        raise ValueError(
+            f"{type(loss).__name__} does not sum over the discrete latent '{name}', {fault}. "
+            f"Cure: {cure}loss=ImplicitELBO(8), or LIVI_ELBO(8) for a semi-implicit guide"
+        )
 
 
 def refuse_amortizing(guide: Any, refine: Any) -> None:

@@ -345,7 +345,7 @@ def _fit_one(
             return _refine_batches(stages, epochs) if refine else stages.result
         if amortize is not None:
             return _fit_amortized(stages, amortize)
-        refuse_unfit_guide(stages.model, guide, args, kwargs)
+        refuse_unfit_guide(stages.model, guide, args, kwargs, loss)
         loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
         result = stages.train_alone("guide", guide, loss, share)
         chains = ChainPlan(budget.most_chains, budget.most_gradients)
@@ -559,7 +559,7 @@ def _fit_batches(
     particles = min(stages.num_particles, few)
     if not isinstance(guide, str):
         everything = (*stages.args, *first)
-        refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
+        refuse_unfit_guide(stages.model, guide, everything, stages.kwargs, loss)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
     if _is_ensemble(stages, target):

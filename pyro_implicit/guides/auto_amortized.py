@@ -19,7 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import biject_to
 
-from pyro_implicit.density.model import trace_model
+from pyro_implicit.density.model import DiscreteSum, trace_model
 from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import Generator
 from pyro_implicit.guides.auto_draws import DrawSummaries, registered
@@ -49,6 +49,10 @@ class AutoAmortized(DrawSummaries, AutoGuide):
     The data of the rows are found at the first call: the tensors among the model's arguments whose
     first dimension is the size of the plate.
 
+    The guide leaves out discrete latents that Pyro can enumerate, such as an unknown class of each
+    row. The ELBOs of this library sum them out, as Pyro's ``TraceEnum_ELBO`` does with
+    ``config_enumerate(model)`` if the guide has a density.
+
     **Example:**
 
     >>> import pyro.distributions as dist
@@ -72,7 +76,8 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         receives the flattened, standardised data, and makes the site implicit.
     :param rest: function from a model that hides the local latents to the guide of the others.
     :raises ValueError: at the first call, for no local latents, local latents that are not named,
-        or no argument with rows; later, for a missing argument.
+        discrete latents that cannot be enumerated, or no argument with rows; later, for a missing
+        argument.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class AutoAmortized(DrawSummaries, AutoGuide):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         (given,), (make_rest,) = self._given, self._make_rest
         trace = trace_model(self.model, args, kwargs)
+        discrete = DiscreteSum.of(trace)
+        summed = discrete.names if discrete is not None else frozenset()
         sites = find_local_sites(trace, given)
         self._rows: dict[str, RowData] = {}
         for plate in (site.rows for site in sites):
@@ -99,11 +106,11 @@ class AutoAmortized(DrawSummaries, AutoGuide):
             # An encoder of the user may read the index of a row; it tells others nothing.
             self._rows[plate.name] = RowData(plate, index, args, kwargs, reads_index=bool(given))
         local = [site.name for site in sites]
-        hidden = poutine.block(self.model, hide=local)
+        hidden = poutine.block(self.model, hide=[*local, *summed])
         others = [
             name
             for name, site in trace.iter_stochastic_nodes()
-            if name not in local and not site_is_subsample(site)
+            if name not in (*local, *summed) and not site_is_subsample(site)
         ]
         if others and make_rest is not None:
             self.rest = make_rest(hidden)

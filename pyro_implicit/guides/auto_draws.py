@@ -364,8 +364,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             node = {"type": "sample", "value": plate._indices, "is_observed": False, "infer": {}}
             indices.add_node(name, name=name, **node)
         trace = trace_model(poutine.replay(self.model, trace=indices), args, kwargs)
-        nodes = trace.nodes.values()
-        if not any(is_latent(site) and subsampled_plate(site) is not None for site in nodes):
+        latents = [site for site in trace.nodes.values() if is_latent(site)]
+        continuous = [site for site in latents if not is_discrete_latent(site)]
+        if all(subsampled_plate(site) is None for site in continuous):
             return None
         self._row_sites = tuple(find_local_sites(trace))
         for site in self._row_sites:

@@ -14,7 +14,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from pyro_implicit.runtime.sites import attribute_name, is_data, is_latent
+from pyro_implicit.runtime.sites import attribute_name, is_data, is_discrete_latent, is_latent
 
 __all__ = ["LocalSite", "RowNormals", "find_local_sites"]
 
@@ -44,16 +44,22 @@ class LocalSite(NamedTuple):
 
 
 def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[LocalSite]:
-    """Find the latents of single rows.
+    """Find the continuous latents of single rows; the ELBO sums discrete ones out.
 
     :param trace: trace of the model.
     :param names: names of the sites; by default all in subsampled plates, or without such a plate,
         all in plates of data.
-    :raises ValueError: for no such latents, or a name that is not a latent in one plate of rows.
+    :raises ValueError: for no such latents, or a name that is not a continuous latent in one plate
+        of rows.
     """
     found, rows_of_data = [], _plates_of_rows(trace)
     for name, site in trace.nodes.items():
-        if not is_latent(site):
+        if is_discrete_latent(site) and name in (names or ()):
+            raise ValueError(
+                f"amortize= names '{name}', a discrete latent, which has no encoder: it is summed "
+                "out. Cure: leave it out of amortize="
+            )
+        if not is_latent(site) or is_discrete_latent(site):
             continue
         plates = tuple(site["cond_indep_stack"])
         of_rows = [one for one in plates if one.name in rows_of_data]
@@ -89,7 +95,8 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
         )
     if not found:
         raise ValueError(
-            "amortize='auto' is for latents in a plate of data, and the model has none. Cure: "
+            "amortize='auto' is for continuous latents in a plate of data, and the model has none. "
+            "Cure: "
             "pyro.plate(name, number_of_all_rows, subsample_size=len(x)), or name the latents"
         )
     return found

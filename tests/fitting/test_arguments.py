@@ -9,7 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import RenyiELBO, TraceEnum_ELBO
+from pyro.infer import RenyiELBO, Trace_ELBO, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.density import Target
@@ -163,6 +163,34 @@ def test_a_guide_may_leave_discrete_latents_to_the_elbo():
     guide = AutoNormal(pyro.poutine.block(mixture, hide=["which"]))
     result = fit(mixture, guide, Y[0], loss=TraceEnum_ELBO(), **QUICK)
     assert list(result.sample(2)) == ["loc"]
+
+
+def test_a_loss_that_does_not_sum_over_discrete_latents_is_refused():
+    def mixture(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        which = pyro.sample("which", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(loc + which, 1.0), obs=y)
+
+    guide = AutoNormal(pyro.poutine.block(mixture, hide=["which"]))
+    marked = config_enumerate(mixture)
+    lacks = "Trace_ELBO does not sum over the discrete latent 'which', which the guide lacks. Cure"
+    for model_, loss, message in (
+        (mixture, Trace_ELBO(), lacks + ": loss=Imp"),
+        (marked, Trace_ELBO(), lacks),
+        (mixture, TraceEnum_ELBO(), "'which', which the model does not mark. Cure: fit.config_enu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(model_, guide, Y[0], loss=loss, **QUICK)
+        with pytest.raises(ValueError, match=message):
+            fit(model_, guide, batches=[Y[:1]], loss=loss, epochs=1, progress=False)
+    fit(mixture, guide, Y[0], loss=ImplicitELBO(8), **QUICK)
+    fit(marked, guide, Y[0], loss=TraceEnum_ELBO(), **QUICK)
+
+    def own(y):
+        pyro.sample("loc", dist.Normal(pyro.param("own_loc", torch.tensor(0.0)), 1.0))
+        pyro.sample("which", dist.Bernoulli(0.5))
+
+    fit(mixture, own, Y[0], loss=Trace_ELBO(), **QUICK)  # a guide that has the latent
 
 
 def refined(model, *args, **options):

@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Predictive
+from pyro.infer import SVI, Predictive, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoNormal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -284,6 +284,98 @@ def test_effects_of_columns_belong_to_no_row():
     guide = AutoAmortized(model)
     assert guide(torch.randn(20, 20))["z"].shape == (20, 1)
     assert set(guide._rows) == {"rows"} and list(guide.rest.prototype_trace.nodes) == ["effect"]
+
+
+def labelled(x, w):
+    """As in semi-supervised autoencoders: a class and a continuous latent of each row."""
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(x)):
+        y = pyro.sample("y", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, NOISE), obs=x)
+        pyro.sample("w", dist.Normal(2.0 * y + z, 1.0), obs=w)
+
+
+def labelled_batch(x, w):
+    """The same with the plate of the batch, a global latent, and a global class."""
+    shift = pyro.sample("shift", dist.Bernoulli(0.3))
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(x)):
+        y = pyro.sample("y", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
+        z = pyro.sample("z", dist.Normal(mean, 1.0))
+        pyro.sample("x", dist.Normal(z, NOISE), obs=x)
+        pyro.sample("w", dist.Normal(2.0 * y + z + shift, 1.0), obs=w)
+
+
+@pytest.mark.parametrize("model", [labelled, labelled_batch])
+@pytest.mark.parametrize("amortize", ["auto", {"z": lambda x, w: (0.8 * x, 0.4 + 0.1 * w**2)}])
+def test_discrete_latents_are_summed_out_as_by_pyro(model, amortize):
+    x, w = torch.randn(2, 20)
+    guide = AutoAmortized(model, amortize, AutoNormal)
+    names = {"z"} if model is labelled else {"z", "mean"}
+    assert guide(x, w).keys() == guide.sample_posterior(2, x, w).keys() == names
+    ours, pyros = ImplicitELBO(1), TraceEnum_ELBO(max_plate_nesting=1)
+    ours.loss(model, guide, x, w)  # the first step makes another run
+    losses = []
+    for elbo, one in ((ours, model), (pyros, config_enumerate(model))):
+        pyro.set_rng_seed(1)
+        losses.append(elbo.loss(one, guide, x, w))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    svi = SVI(config_enumerate(model), guide, pyro.optim.Adam({"lr": 0.01}), LIVI_ELBO(4))
+    assert math.isfinite(svi.step(x, w)) and math.isfinite(svi.step(x, w))
+
+
+def test_a_fit_with_a_class_of_each_row_reaches_the_evidence():
+    def model(x, w):
+        with pyro.plate("rows", NUM_ROWS, subsample_size=len(x)):
+            y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.3)))
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, NOISE), obs=x)
+            pyro.sample("w", dist.Normal(2.0 * y, 1.0), obs=w)
+
+    x, w = (1 + NOISE**2) ** 0.5 * torch.randn(NUM_ROWS), 2 * torch.randn(NUM_ROWS)
+    batches = TensorDataset(x, w)
+    loader = DataLoader(batches, batch_size=100)
+    result = fit(
+        model, batches=loader, epochs=150, amortize="auto", lr=0.01, seed=0, progress=False
+    )
+    classes = [math.log(p) + dist.Normal(m, 1.0).log_prob(w) for p, m in ((0.7, 0.0), (0.3, 2.0))]
+    evidence = torch.logaddexp(*classes) + dist.Normal(0.0, (1 + NOISE**2) ** 0.5).log_prob(x)
+    loss = torch.tensor(result.losses[-80:]).mean().item()
+    assert loss == pytest.approx(-evidence.sum().item(), abs=0.03 * NUM_ROWS)
+    assert list(result.sample(3, x[:2], w[:2])) == ["z"]
+
+
+def test_discrete_latents_that_are_not_summed_out():
+    x, w = torch.randn(2, 20)
+    guide = AutoAmortized(labelled, rest=AutoNormal)
+    with pytest.raises(
+        ValueError, match="latents 'y' of the model are summed out.*Cure: vectorize"
+    ):
+        ImplicitELBO(4, vectorize_particles=False).loss(labelled, guide, x, w)
+    ImplicitELBO(4, vectorize_particles="vmap").loss(labelled, guide, x, w)
+    with pytest.raises(ValueError, match="names 'y', a discrete latent, .* Cure: leave it out"):
+        AutoAmortized(labelled, {"z": nn.Identity(), "y": nn.Identity()})(x, w)
+
+    def only_classes(x):
+        with pyro.plate("rows", len(x)):
+            y = pyro.sample("y", dist.Bernoulli(torch.tensor(0.3)))
+            pyro.sample("x", dist.Normal(y, 1.0), obs=x)
+
+    with pytest.raises(
+        ValueError, match="continuous latents in a plate of data, and the model has"
+    ):
+        AutoAmortized(only_classes)(x)
+
+    def counts(x):
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Poisson(z.exp()))
+            pyro.sample("x", dist.Normal(y, 1.0), obs=x)
+
+    with pytest.raises(
+        ValueError, match=r"site 'y' is a discrete latent \(Poisson\) that Pyro can"
+    ):
+        AutoAmortized(counts)(x)
 
 
 def test_what_is_refused():

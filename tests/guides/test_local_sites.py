@@ -114,6 +114,34 @@ def test_rows_of_a_part_of_a_guide_list():
     assert grad.shape == (NUM_ROWS,) and sorted(grad.nonzero().flatten().tolist()) == [2, 5, 7]
 
 
+@pytest.mark.parametrize("has_local", [True, False])
+def test_discrete_latents_of_rows_are_summed_out(has_local):
+    def with_classes(x, index, by_hand=False):
+        mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 3.0))
+        with pyro.plate("rows", NUM_ROWS, subsample=index):
+            z = pyro.sample("z", dist.Normal(mean, SPREAD)) if has_local else mean
+            if by_hand:
+                parts = [0.7 * dist.Normal(z, NOISE).log_prob(x).exp()]
+                parts.append(0.3 * dist.Normal(z + 2, NOISE).log_prob(x).exp())
+                pyro.factor("x", sum(parts).log())
+            else:
+                y = pyro.sample("y", dist.Bernoulli(x.new_tensor(0.3)))
+                pyro.sample("x", dist.Normal(z + 2 * y, NOISE), obs=x)
+
+    x, index = data(), torch.tensor([2, 7, 5])
+    guide = AutoImplicit(
+        with_classes, AutoregressiveGenerator, frame=None, create_plates=lambda *a: rows_of(*a[:2])
+    )
+    assert guide(x[index], index).keys() == ({"mean", "z"} if has_local else {"mean"})
+    losses = []
+    for by_hand in (False, True):
+        elbo = InjectiveELBO(4)
+        elbo.loss(with_classes, guide, x[index], index, by_hand)  # the first run draws more
+        pyro.set_rng_seed(1)
+        losses.append(elbo.loss(with_classes, guide, x[index], index, by_hand))
+    assert losses[0] == pytest.approx(losses[1])
+
+
 def expected_loss(x, mean, sd, loc, slope, scale):
     """The expected share of rows in the loss, up to a constant."""
     prior = (mean - loc) ** 2 + (1 - slope) ** 2 * sd**2 + scale**2
