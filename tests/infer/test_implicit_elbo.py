@@ -99,6 +99,48 @@ def test_score_function_sites_as_in_trace_elbo(mode):
     assert_same(loss_and_gradients(elbo, model, guide), expected)
 
 
+def causal(x, t):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        pyro.sample("t", dist.Bernoulli(logits=z), obs=t)
+
+
+def guide_with_observations(x, t):
+    """As in pyro.contrib.cevae, and with an observation that the model lacks."""
+    a, b, c = (pyro.param(name, torch.tensor(0.1)) for name in "abc")
+    auxiliary = {"is_auxiliary": True}
+    with pyro.plate("data", len(x)):
+        pyro.sample("t", dist.Bernoulli(logits=b * x), obs=t, infer=auxiliary)
+        z = pyro.sample("z", dist.Normal(a * x + c * t, 0.6))
+        pyro.sample("own", dist.Normal(z, 1.0), obs=x, infer=auxiliary)
+    pyro.sample("one", dist.Normal(b, 1.0), obs=x[0], infer=auxiliary)
+
+
+@every_mode
+def test_observed_sites_of_the_guide_as_in_trace_elbo(mode):
+    x, t = torch.randn(60), (torch.rand(60) < 0.5).double()
+    ours, pyros = ImplicitELBO(4, mode), Trace_ELBO(4, vectorize_particles=mode is not False)
+    data = {"x": x, "t": t}
+    expected = loss_and_gradients(pyros, causal, guide_with_observations, **data)
+    assert_same(loss_and_gradients(ours, causal, guide_with_observations, **data), expected)
+    one = loss_and_gradients(ImplicitELBO(1), causal, guide_with_observations, **data)
+    assert_same(one, loss_and_gradients(Trace_ELBO(), causal, guide_with_observations, **data))
+
+
+def test_a_guide_of_observations_alone():
+    def model(x):
+        pyro.sample("x", dist.Normal(pyro.param("mean", torch.tensor(0.0)), 1.0), obs=x)
+
+    def guide(x):
+        pyro.sample("x", dist.Normal(0.0, 2.0), obs=x, infer={"is_auxiliary": True})
+
+    x = torch.tensor(0.7)
+    expected = dist.Normal(0.0, 2.0).log_prob(x) - dist.Normal(0.0, 1.0).log_prob(x)
+    loss, gradients = loss_and_gradients(ImplicitELBO(4), model, guide, x=x)
+    assert loss == pytest.approx(expected.item()) and gradients["mean"].item() == -0.7
+
+
 @pytest.mark.parametrize("num_particles", [1, 4])
 def test_modes_agree_on_implicit_sites(num_particles):
     guide = AutoSemiImplicit(regression, frame=None)

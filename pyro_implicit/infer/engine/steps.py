@@ -51,7 +51,7 @@ class ElboState:
 
     ``runs`` knows how the model can be run, ``discrete`` which latent variables are summed out, and
     ``unchanged`` which distributions need no changes. ``value_ndims`` are the dimensions of each of
-    the guide's values outside the particle plate, None before the first run; ``implicit_sites`` and
+    the guide's draws outside the particle plate, None before the first run; ``implicit_sites`` and
     ``checked_sites`` name its implicit sites, and those that have passed a method's checks.
     ``structures`` are the latent variables of model and guide that have been compared;
     ``folded_sites`` names sites of which a warning was issued.
@@ -242,7 +242,8 @@ class StepELBO(Trace_ELBO):
         self.state.discrete = found.discrete
         if math.isinf(self.max_plate_nesting):
             self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
-        self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
+        drawn = {n: s for n, s in found.guide_sites.items() if not s["is_observed"]}
+        self.state.value_ndims = {name: site["value"].dim() for name, site in drawn.items()}
         self._pair = Pair(model, guide)
 
     def _check_structure(

@@ -227,7 +227,8 @@ class Particles(Model):
             if site["type"] != "sample":
                 continue
             self.replayed.add_node(name, **site)
-            if site_is_subsample(site):
+            # An observed site of the guide has the value of the data, without particles.
+            if site_is_subsample(site) or site["is_observed"]:
                 continue
             value = site["value"]
             if num_particles > 1:
