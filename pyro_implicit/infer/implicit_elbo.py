@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pyro
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import DiscreteSum, restore_priors
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
+from pyro_implicit.guides.posterior_draws import name_of
 from pyro_implicit.infer.engine.folds import warn_of_folds
 from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
@@ -30,6 +31,7 @@ from pyro_implicit.infer.engine.traces import (
     set_score_parts,
 )
 from pyro_implicit.infer.policy import ELBOS
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import attribute_name
 
 __all__ = ["ImplicitELBO", "ImplicitSite", "NetworkELBO", "adam_step"]
@@ -62,7 +64,8 @@ class ImplicitELBO(StepELBO):
     :param vectorize_particles: how the model runs for all of them. ``"vmap"``: once, inside
         ``torch.func.vmap``, for any model whose Python does not depend on latent values; the
         first step compares it with a plain run, and a model that fails falls back to the loop with
-        one warning that names the cause. ``"plate"`` or ``True``: once under Pyro's particle plate,
+        one warning that names the cause. So does a guide that fails under the particle plate,
+        unless it has implicit sites. ``"plate"`` or ``True``: once under Pyro's particle plate,
         for models that broadcast. ``False``: one run after the other.
     :param prior_weight: weight of the log-prior, for annealing. Only 1 gives the posterior.
     :param entropy_weight: weight of the guide's entropy. Only 1 gives the posterior.
@@ -175,7 +178,11 @@ class ImplicitELBO(StepELBO):
             if isinstance(weight, Tensor) or weight != 1.0:
                 weights = self.weights()
         one_by_one = not (self.vectorize_particles or state.implicit_sites)
-        if is_messenger or one_by_one or not state.value_ndims:
+        found = None
+        value_ndims = state.value_ndims or {}
+        if value_ndims and not (is_messenger or one_by_one):
+            found = self._run_guide(guide, args, kwargs, value_ndims)
+        if found is None:
             for _ in range(self.num_particles):
                 pair = self._get_trace(model, guide, args, kwargs)
                 restore_priors(pair[0]).compute_log_prob()
@@ -183,16 +190,12 @@ class ImplicitELBO(StepELBO):
                     apply_weights(*pair, **weights)
                 yield pair
             return
-        explicit = (state.value_ndims.keys() | {PARTICLE_PLATE}) - state.implicit_sites
-        with DrawMessenger(self.draw, self._transport, explicit) as drawn:
-            guide_trace = poutine.trace(self._vectorized_num_particles(guide)).get_trace(
-                *args, **kwargs
-            )
+        drawn, guide_trace = found
         self._particles = particles = Particles(
             model,
             guide_trace,
             self.num_particles,
-            state.value_ndims,
+            value_ndims,
             int(self.max_plate_nesting),
             args,
             kwargs,
@@ -203,7 +206,7 @@ class ImplicitELBO(StepELBO):
             model_trace = self._run_model(particles)
             guide_trace = prune_subsample_sites(guide_trace)
             self._check_structure(model, guide, args, kwargs, (model_trace, guide_trace))
-            for name, site in drawn.sites.items():
+            for name, site in drawn.items():
                 prior: Any = None
                 if self.needs_prior:
                     memory = self.remember("prior", name, PriorMemory)
@@ -216,6 +219,64 @@ class ImplicitELBO(StepELBO):
             yield model_trace, guide_trace
         finally:
             self._particles = None
+
+    def _run_guide(
+        self, guide: Callable, args: tuple, kwargs: dict, names: Collection[str]
+    ) -> tuple[dict[str, ImplicitSite], Trace] | None:
+        """Draw all particles at once; None if the guide can only draw one after the other.
+
+        :param names: the sites that the first run has drawn.
+        """
+        state = self.state
+        if state.guide_mode == "loop":
+            return None
+        explicit = {*names, PARTICLE_PLATE} - state.implicit_sites
+        tracer = poutine.trace(self._vectorized_num_particles(guide))
+        try:
+            with DrawMessenger(self.draw, self._transport, explicit) as drawn:
+                guide_trace = tracer.get_trace(*args, **kwargs)
+        except Exception as error:  # of a network that does not broadcast, of many kinds
+            # Errors of this library about implicit sites have their own cure.
+            is_own = state.implicit_sites and not _is_of_torch(error)
+            if state.guide_mode == "plate" or self.num_particles == 1 or is_own:
+                raise
+            self._give_up_plate(guide, tracer.trace, error)
+            state.guide_mode = "loop"
+            return None
+        state.guide_mode = "plate"
+        return drawn.sites, guide_trace
+
+    def _give_up_plate(self, guide: Callable, trace: Trace, error: Exception) -> None:
+        """Warn that the guide runs in a loop.
+
+        :param trace: of the run that failed.
+        :raises ValueError: if a loop is impossible.
+        """
+        state = self.state
+        sites = [name for name, site in trace.nodes.items() if site["type"] == "sample"]
+        behind = [f", behind site '{name}'" for name in sites if name != PARTICLE_PLATE][-1:]
+        fault = (
+            f"the guide {name_of(guide)} cannot run under the particle plate, which adds a leading "
+            f"dimension to its draws ({first_line(error)}{''.join(behind)})"
+        )
+        cure = (
+            "networks in the guide that accept leading dimensions, such as nn.LayerNorm instead of "
+            "nn.BatchNorm1d, and no .view with fixed sizes"
+        )
+        needs = None
+        if state.implicit_sites:
+            needs = f"its implicit site '{min(state.implicit_sites)}' needs"
+        elif state.discrete is not None:
+            needs = f"the sum over the discrete latent '{min(state.discrete.names)}' needs"
+        if needs is not None:
+            few = "; or num_particles=1" if self.least_particles == 1 else ""
+            raise ValueError(f"{fault}, as {needs}. Cure: {cure}{few}") from error
+        name, count = type(self).__name__, self.num_particles
+        warn_user(
+            f"{name} runs guide and model one particle at a time, because {fault}: {count} "
+            f"particles take {count} times as long as one. Cure: {cure}; or fewer particles. "
+            f"{name}({count}, vectorize_particles=False) is the same loop without this warning"
+        )
 
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:
@@ -315,6 +376,10 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
             parameter.grad = gradient
         optimiser.step()
         optimiser.zero_grad()
+
+
+def _is_of_torch(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
 
 
 def _same(left: list[nn.Parameter], right: list[nn.Parameter]) -> bool:

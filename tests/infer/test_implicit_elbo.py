@@ -19,7 +19,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, SemiImplicit
-from pyro_implicit.infer import ImplicitELBO, NonFiniteError
+from pyro_implicit.infer import AmortizedSVGD_ELBO, ImplicitELBO, NonFiniteError
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -338,6 +338,90 @@ def test_fallback_warns_once_with_cause_and_cure():
         svi.step()
     assert elbo.state.runs.mode is False
     assert elbo.vectorize_particles == "vmap"  # what the user asked for
+
+
+def of_rows(x, has_class=False):
+    with pyro.plate("batch", len(x)):
+        first = pyro.sample("first", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        shift = pyro.sample("class", dist.Bernoulli(0.4)) if has_class else 0.0
+        second = pyro.sample("second", dist.Normal(first, 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(second.sum(-1) + shift, 1.0), obs=x[:, 0])
+
+
+def rows_guide(kind, is_implicit=False):
+    """A guide with a network that accepts no leading dimension of particles."""
+    encoder = nn.Linear(3, 2)
+    head = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+    def guide(x, has_class=False):
+        pyro.module("encoder", encoder), pyro.module("head", head)
+        with pyro.plate("batch", len(x)):
+            posterior = dist.Normal(encoder(x), 0.5).to_event(1)
+            if is_implicit:
+                posterior = SemiImplicit(nn.Linear(2, 2), 2, 0.5)
+            second = pyro.sample("second", posterior)
+            rows = head(second) if kind == "norm" else second.view(len(x), -1) @ head[0].weight.T
+            mean = rows if kind == "norm" else rows[:, :2]
+            pyro.sample("first", dist.Normal(mean, 0.5).to_event(1))
+
+    return guide
+
+
+@pytest.mark.parametrize("kind", ["norm", "view"])
+@pytest.mark.parametrize("mode", ["vmap", "plate"])
+def test_a_guide_that_accepts_no_particle_dimension_runs_in_a_loop(mode, kind):
+    x, guide = torch.randn(24, 3), rows_guide(kind)
+    elbo, wanted = ImplicitELBO(4, mode), Trace_ELBO(4)
+    message = (
+        r"ImplicitELBO runs guide and model one particle at a time, because the guide guide .*"
+        r"(running_mean should contain|shapes cannot be multiplied).*, behind site 'second'"
+        r".*: 4 particles.* Cure: networks in the guide that accept leading dimensions"
+        r".*ImplicitELBO\(4, vectorize_particles=False\)"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        elbo.loss(of_rows, guide, x)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = loss_and_gradients(elbo, of_rows, guide, x=x)
+        assert_same(found, loss_and_gradients(wanted, of_rows, guide, x=x))
+        same = ImplicitELBO(4, vectorize_particles=False)  # which the warning names
+        assert_same(found, loss_and_gradients(same, of_rows, guide, x=x))
+        ImplicitELBO(1).loss(of_rows, guide, x)
+
+
+def test_a_guide_that_cannot_run_in_a_loop_names_the_cure():
+    x, guide = torch.randn(24, 3), rows_guide("norm")
+    message = (
+        "the guide guide cannot run under .*running_mean.*'second'.*, as the sum over the discrete "
+        "latent 'class' needs. Cure: networks in the guide .*num_particles=1"
+    )
+    with pytest.raises(ValueError, match=message):
+        ImplicitELBO(4).loss(of_rows, guide, x, True)
+    ImplicitELBO(1).loss(of_rows, guide, x, True)
+    implicit = rows_guide("norm", is_implicit=True)
+    message = r"running_mean.*, as its implicit site 'second' needs. Cure: networks .*particles=1$"
+    with pytest.raises(ValueError, match=message):
+        LIVI_ELBO(4).loss(of_rows, implicit, x)
+    LIVI_ELBO(1).loss(of_rows, implicit, x)
+    with pytest.raises(ValueError, match="no .view with fixed sizes$"):  # it compares particles
+        AmortizedSVGD_ELBO(4).loss(of_rows, implicit, x)
+
+
+def test_a_later_error_of_the_guide_is_its_own():
+    def guide(x):
+        if steps > 1:
+            raise KeyError("mine")
+        with pyro.plate("batch", len(x)):
+            for name in ("first", "second"):
+                pyro.sample(name, dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    elbo, steps = ImplicitELBO(4), 0
+    elbo.loss(of_rows, guide, torch.randn(24, 3))
+    steps = 2
+    with warnings.catch_warnings(), pytest.raises(KeyError, match="mine"):
+        warnings.simplefilter("error")
+        elbo.loss(of_rows, guide, torch.randn(24, 3))
 
 
 def test_fallback_when_vmap_would_be_silently_different():

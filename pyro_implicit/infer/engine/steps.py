@@ -49,10 +49,12 @@ _COUNTERS = ("num_steps_taken", "num_skipped", "num_left_out")
 class ElboState:
     """The memory of an ELBO about one model and guide.
 
-    ``runs`` knows how the model can be run, ``discrete`` which latent variables are summed out, and
-    ``unchanged`` which distributions need no changes. ``value_ndims`` are the dimensions of each of
-    the guide's draws outside the particle plate, None before the first run; ``implicit_sites`` and
-    ``checked_sites`` name its implicit sites, and those that have passed a method's checks.
+    ``runs`` knows how the model can be run, ``guide_mode`` whether the guide draws all particles
+    under the particle plate or in a loop (None before its first draws), ``discrete`` which latent
+    variables are summed out, and ``unchanged`` which distributions need no changes.
+    ``value_ndims`` are the dimensions of each of the guide's draws outside the particle plate, None
+    before the first run; ``implicit_sites`` and ``checked_sites`` name its implicit sites, and
+    those that have passed a method's checks.
     ``structures`` are the latent variables of model and guide that have been compared;
     ``folded_sites`` names sites of which a warning was issued.
 
@@ -62,6 +64,7 @@ class ElboState:
     """
 
     runs: BatchedRuns
+    guide_mode: Literal["plate", "loop"] | None = None
     discrete: DiscreteSum | None = None
     value_ndims: dict[str, int] | None = None
     implicit_sites: set[str] = field(default_factory=set)
