@@ -184,8 +184,11 @@ class ImplicitELBO(StepELBO):
             found = self._run_guide(guide, args, kwargs, value_ndims)
         if found is None:
             for _ in range(self.num_particles):
-                pair = self._get_trace(model, guide, args, kwargs)
-                restore_priors(pair[0]).compute_log_prob()
+                if is_messenger or state.discrete is None:
+                    pair = self._get_trace(model, guide, args, kwargs)
+                    restore_priors(pair[0]).compute_log_prob()
+                else:
+                    pair = self._get_summed_trace(model, guide, args, kwargs)
                 if weights is not None:
                     apply_weights(*pair, **weights)
                 yield pair
@@ -219,6 +222,20 @@ class ImplicitELBO(StepELBO):
             yield model_trace, guide_trace
         finally:
             self._particles = None
+
+    def _get_summed_trace(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> tuple[Trace, Trace]:
+        """Run the guide, and the model with discrete latents summed out, for one particle."""
+        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        state, nesting = self.state, int(self.max_plate_nesting)
+        particle = Particles(
+            model, guide_trace, 1, {}, nesting, args, kwargs, state.discrete, state.unchanged
+        )
+        model_trace = particle.run_plate(lambda model: model)
+        guide_trace = prune_subsample_sites(guide_trace)
+        guide_trace.compute_score_parts()
+        return model_trace, guide_trace
 
     def _run_guide(
         self, guide: Callable, args: tuple, kwargs: dict, names: Collection[str]
@@ -263,14 +280,12 @@ class ImplicitELBO(StepELBO):
             "networks in the guide that accept leading dimensions, such as nn.LayerNorm instead of "
             "nn.BatchNorm1d, and no .view with fixed sizes"
         )
-        needs = None
         if state.implicit_sites:
-            needs = f"its implicit site '{min(state.implicit_sites)}' needs"
-        elif state.discrete is not None:
-            needs = f"the sum over the discrete latent '{min(state.discrete.names)}' needs"
-        if needs is not None:
             few = "; or num_particles=1" if self.least_particles == 1 else ""
-            raise ValueError(f"{fault}, as {needs}. Cure: {cure}{few}") from error
+            raise ValueError(
+                f"{fault}, as its implicit site '{min(state.implicit_sites)}' needs. Cure: "
+                f"{cure}{few}"
+            ) from error
         name, count = type(self).__name__, self.num_particles
         warn_user(
             f"{name} runs guide and model one particle at a time, because {fault}: {count} "
@@ -291,14 +306,13 @@ class ImplicitELBO(StepELBO):
         return particles.run_all(self.state.runs)
 
     def _check_sum(self, discrete: DiscreteSum | None) -> None:
-        is_plate = self.vectorize_particles == "plate" and self.num_particles > 1
-        one_by_one = not (self.vectorize_particles or self.state.implicit_sites)
-        if discrete is not None and (one_by_one or is_plate):
+        if discrete is not None and self.vectorize_particles == "plate" and self.num_particles > 1:
             names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
             raise ValueError(
                 f"the discrete latents {names} of the model are summed out, but "
                 f"vectorize_particles={self.vectorize_particles!r} cannot do this. Cure: "
-                'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
+                'vectorize_particles="vmap" or False, or Pyro\'s TraceEnum_ELBO for a guide with a '
+                "density"
             )
 
 

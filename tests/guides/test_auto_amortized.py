@@ -351,8 +351,9 @@ def test_discrete_latents_that_are_not_summed_out():
     with pytest.raises(
         ValueError, match="latents 'y' of the model are summed out.*Cure: vectorize"
     ):
-        ImplicitELBO(4, vectorize_particles=False).loss(labelled, guide, x, w)
-    ImplicitELBO(4, vectorize_particles="vmap").loss(labelled, guide, x, w)
+        ImplicitELBO(4, vectorize_particles="plate").loss(labelled, guide, x, w)
+    for vectorize in ("vmap", False):
+        ImplicitELBO(4, vectorize_particles=vectorize).loss(labelled, guide, x, w)
     with pytest.raises(ValueError, match="names 'y', a discrete latent, .* Cure: leave it out"):
         AutoAmortized(labelled, {"z": nn.Identity(), "y": nn.Identity()})(x, w)
 

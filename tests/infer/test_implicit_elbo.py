@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions.score_parts import ScoreParts
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, AutoNormalMessenger
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
@@ -390,15 +390,18 @@ def test_a_guide_that_accepts_no_particle_dimension_runs_in_a_loop(mode, kind):
         ImplicitELBO(1).loss(of_rows, guide, x)
 
 
-def test_a_guide_that_cannot_run_in_a_loop_names_the_cure():
+def test_a_guide_in_a_loop_sums_out_discrete_latents():
     x, guide = torch.randn(24, 3), rows_guide("norm")
-    message = (
-        "the guide guide cannot run under .*running_mean.*'second'.*, as the sum over the discrete "
-        "latent 'class' needs. Cure: networks in the guide .*num_particles=1"
-    )
-    with pytest.raises(ValueError, match=message):
-        ImplicitELBO(4).loss(of_rows, guide, x, True)
-    ImplicitELBO(1).loss(of_rows, guide, x, True)
+    elbo, wanted = ImplicitELBO(4), TraceEnum_ELBO(4, max_plate_nesting=1)
+    with pytest.warns(UserWarning, match="one particle at a time"):
+        elbo.loss(of_rows, guide, x, True)
+    found = loss_and_gradients(elbo, of_rows, guide, x=x, has_class=True)
+    marked = config_enumerate(of_rows)
+    assert_same(found, loss_and_gradients(wanted, marked, guide, x=x, has_class=True))
+
+
+def test_a_guide_that_cannot_run_in_a_loop_names_the_cure():
+    x = torch.randn(24, 3)
     implicit = rows_guide("norm", is_implicit=True)
     message = r"running_mean.*, as its implicit site 'second' needs. Cure: networks .*particles=1$"
     with pytest.raises(ValueError, match=message):

@@ -48,15 +48,44 @@ def test_the_loss_at_a_point(num_particles, vectorize):
 
     elbo = ImplicitELBO(num_particles, vectorize_particles=vectorize)
     expected = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(mixture), guide)
-    if not vectorize:
-        with pytest.raises(ValueError, match="latents 'z' .* vectorize_particles=False.*Cure"):
-            elbo.loss(mixture, guide)
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert elbo.loss(mixture, guide) == pytest.approx(expected)
     by_hand = dist.LogNormal(0.0, 1.0).log_prob(torch.tensor(1.5)) + log_likelihood(1.5).sum()
     assert expected == pytest.approx(-by_hand.item())
+
+
+def test_pyros_plate_refuses_the_sum():
+    def guide():
+        pyro.sample("loc", dist.LogNormal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="latents 'z' .*='plate' cannot do this. Cure: vectorize"):
+        ImplicitELBO(3, "plate").loss(mixture, guide)
+    for vectorize in ("vmap", False):  # the cures
+        ImplicitELBO(3, vectorize).loss(mixture, guide)
+    TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(mixture), guide)
+
+
+@pytest.mark.parametrize("num_particles", [1, 3])
+@pytest.mark.parametrize("vectorize", ["vmap", False])
+def test_value_and_gradients_with_an_empty_guide(vectorize, num_particles):
+    def model():
+        weight = pyro.param("weight", torch.tensor(0.4))
+        with pyro.plate("rows", 6):
+            z = pyro.sample("z", dist.Bernoulli(weight))
+            loc = pyro.param("loc", torch.tensor(1.5))
+            pyro.sample("y", dist.Normal((2 * z - 1) * loc, 1.0), obs=Y)
+
+    found = []
+    for elbo, one in (
+        (ImplicitELBO(num_particles, vectorize), model),
+        (TraceEnum_ELBO(max_plate_nesting=1), config_enumerate(model)),
+    ):
+        loss = elbo.loss_and_grads(one, lambda: None)
+        parameters = [value for _, value in pyro.get_param_store().named_parameters()]
+        found.append([loss, *(value.grad.item() for value in parameters)])
+        pyro.clear_param_store()
+    assert len(found[0]) == 3 and found[0] == pytest.approx(found[1])
 
 
 def test_minibatches_are_scaled_outside_of_the_sum():
