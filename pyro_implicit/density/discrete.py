@@ -207,9 +207,9 @@ def _is_one_hot(fn: Any) -> bool:
 
 
 def sites_to_sample(trace: Trace) -> frozenset[str]:
-    """Return the discrete latent variables that cannot be summed out, by their distributions.
+    """Return the discrete latent variables that are sampled, by their distributions.
 
-    Those are variables that Pyro cannot enumerate; or all, without continuous latent variables.
+    These are the variables that Pyro cannot enumerate; or all, without continuous latent variables.
 
     :param trace: of a run of the model.
     """

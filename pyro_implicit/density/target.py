@@ -194,6 +194,10 @@ class Target:
         self.latent_dim: int = len(self.init_loc)
         #: The discrete latent variables that have coordinates.
         self.sampled: tuple[str, ...] = tuple(name for name in self.shapes if name in sampled)
+        #: Those of them that Pyro cannot enumerate.
+        self.not_enumerable: tuple[str, ...] = tuple(
+            name for name in self.sampled if not trace.nodes[name]["fn"].has_enumerate_support
+        )
         #: Number of their coordinates, the last of the vector.
         self.discrete_dim: int = sum(self.shapes[name].numel() for name in self.sampled)
         #: The observed sites of the first run; None if runs may have others.

@@ -144,21 +144,35 @@ def fit_discrete(
     if refine is False:
         raise ValueError(
             f"refine=False leaves no way to the posterior of the discrete latents {names}, which "
-            "Pyro cannot enumerate: no automatic guide has them. Cure: refine='auto', or a guide "
-            "of your own"
+            "chains sample: no automatic guide has them. Cure: refine='auto', or a guide of your "
+            "own"
         )
     if parameters := model_parameters(target):
-        raise ValueError(
-            f"the parameters {', '.join(parameters)} (pyro.param) cannot be learnt together with "
-            f"the discrete latents {names}, which Pyro cannot enumerate. Cure: a prior, by "
-            "pyro.sample, in place of pyro.param"
-        )
+        raise ValueError(_why_not_learnt(target, list(parameters)))
     marginal = _find_marginal(target, stages)
     if marginal is not None and marginal.has_pairs and _short_chains_converge(stages, target):
         return stages.result
     if marginal is not None and fit_marginal(stages, marginal, refine, fit_rest):
         return stages.result
     return _by_chains(stages, target)
+
+
+def _why_not_learnt(target: Target, parameters: list[str]) -> str:
+    """Return the message about parameters of a model whose discrete latents are sampled."""
+    fault = f"the parameters {', '.join(parameters)} (pyro.param) cannot be learnt together with "
+    names = [f"'{name}'" for name in target.not_enumerable or target.sampled]
+    fault += f"the discrete latents {', '.join(names)}"
+    cure = "a prior, by pyro.sample, in place of pyro.param"
+    if target.not_enumerable:
+        return f"{fault}, which Pyro cannot enumerate. Cure: {cure}"
+    if target.unsummed:
+        return f"{fault}, as the sum over their values fails ({target.unsummed}). Cure: {cure}"
+    return (
+        f'{fault} by guide="auto": without continuous latents it samples them. Cure: an empty '
+        "guide and one particle, fit(model, lambda *args, **kwargs: None, ..., num_particles=1), "
+        "with which they are summed out and the parameters are learnt (pyro.infer.infer_discrete "
+        f"then draws them); or, to sample them, {cure}"
+    )
 
 
 def _short_chains_converge(stages: Stages, target: Target) -> bool:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Predictive
+from pyro.infer import Predictive, config_enumerate, infer_discrete
 
 from pyro_implicit import diagnose, fit
 from pyro_implicit.density import marginal_discrete
@@ -219,5 +220,48 @@ def test_refusals():
         n = pyro.sample("n", dist.Poisson(pyro.param("rate", torch.tensor(3.0))))
         pyro.sample("y", dist.Normal(n, 1.0), obs=torch.tensor(2.0))
 
-    with pytest.raises(ValueError, match="parameters rate .*'n'.*Cure: a prior"):
+    with pytest.raises(ValueError, match="rate .*'n', which Pyro cannot enumerate. Cure: a prior"):
         fit(learns, "auto", progress=False)
+
+    def too_large(y):
+        rate = pyro.sample("rate", dist.Beta(1.0, 1.0))
+        first = pyro.sample("first", dist.Categorical(torch.ones(4000)))
+        second = pyro.sample("second", dist.Categorical(torch.ones(4000)))
+        shift = pyro.param("shift", torch.tensor(0.0))
+        pyro.sample("y", dist.Normal(first - second + rate + shift, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="'first', 'second', as the sum .* fails .*Cure: a prior"):
+        fit(too_large, "auto", torch.tensor(0.0), progress=False)
+
+
+def test_the_cure_for_parameters_beside_enumerable_latents_works():
+    """As in Pyro's mixture of ``contrib.autoname``: the only latents are assignments."""
+    x = torch.tensor([0.0, 1.0, 2.0, 20.0, 30.0, 40.0])
+
+    def assignments(x):
+        locs = pyro.param("locs", torch.tensor([0.0, 10.0]))
+        with pyro.plate("data", len(x)):
+            which = pyro.sample("which", dist.Categorical(torch.tensor([0.5, 0.5])))
+            pyro.sample("x", dist.Normal(locs[which], 5.0), obs=x)
+        return which
+
+    message = (
+        r"parameters locs .* the discrete latents 'which' by guide=\"auto\": without continuous "
+        r"latents it samples them. Cure: an empty guide and one particle, "
+        r"fit\(model, lambda \*args, \*\*kwargs: None, ..., num_particles=1\)"
+    )
+    for model in (assignments, config_enumerate(assignments)):
+        with pytest.raises(ValueError, match=message):
+            fit(model, "auto", x, progress=False)
+    pyro.clear_param_store()
+    options = {"lr": 0.1, "num_steps": 1000, "num_particles": 1, "progress": False}
+    result = fit(assignments, lambda *args, **kwargs: None, x, **options)
+    locs = x.new_tensor([0.0, 10.0])
+    for _ in range(200):  # the EM algorithm
+        weights = dist.Normal(locs, 5.0).log_prob(x.unsqueeze(-1)).softmax(-1)
+        locs = (weights * x.unsqueeze(-1)).sum(0) / weights.sum(0)
+    torch.testing.assert_close(pyro.param("locs").detach(), locs, atol=0.2, rtol=0)
+    parts = dist.Normal(locs, 5.0).log_prob(x.unsqueeze(-1)) + math.log(0.5)
+    assert result.losses[-1] == pytest.approx(-parts.logsumexp(-1).sum().item(), abs=0.01)
+    drawn = infer_discrete(config_enumerate(assignments), first_available_dim=-2)(x)
+    assert drawn.tolist() == [0, 0, 0, 1, 1, 1]
