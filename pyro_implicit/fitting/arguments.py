@@ -67,15 +67,20 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             "model's arguments come after the guide. Cure: "
             'fit(model, "auto", x, y) instead of fit(model, x, y)'
         )
-    # Pyro's RenyiELBO, for example, has no differentiable_loss.
-    can_train = isinstance(loss, ELBO) and hasattr(loss, "differentiable_loss")
-    if loss is not None and not can_train:
-        wanted = f"{loss.__name__}()" if inspect.isclass(loss) else "LIVI_ELBO(8)"
+    if loss is None or hasattr(loss, "differentiable_loss") and isinstance(loss, ELBO):
+        return
+    if isinstance(loss, ELBO):
         raise TypeError(
-            "loss must be an ELBO with a differentiable_loss, of this library or of Pyro, but got "
-            f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
-            f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
+            f"loss is a {type(loss).__name__}, which has no differentiable_loss, as fit needs (it "
+            "only has loss_and_grads). Cure: loss=ImplicitELBO(8), or LIVI_ELBO(8) for a "
+            "semi-implicit guide; or pyro.infer.SVI with this loss in place of fit"
         )
+    wanted = f"{loss.__name__}()" if inspect.isclass(loss) else "LIVI_ELBO(8)"
+    raise TypeError(
+        "loss must be an ELBO with a differentiable_loss, of this library or of Pyro, but got "
+        f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
+        f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
+    )
 
 
 def refuse_unfit_guide(

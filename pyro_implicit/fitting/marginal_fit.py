@@ -20,7 +20,7 @@ from pyro_implicit.density.marginal_discrete import DiscreteMarginal, find_owner
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import joint_draws, mean_field_guide
-from pyro_implicit.fitting.parameters import model_parameters
+from pyro_implicit.fitting.parameters import first_few, model_parameters, shown_names
 from pyro_implicit.fitting.policy import FitPolicy, IntegrationPolicy
 from pyro_implicit.fitting.refinement import (
     Plan,
@@ -159,7 +159,8 @@ def fit_discrete(
 
 def _why_not_learnt(target: Target, parameters: list[str]) -> str:
     """Return the message about parameters of a model whose discrete latents are sampled."""
-    fault = f"the parameters {', '.join(parameters)} (pyro.param) cannot be learnt together with "
+    learnt = first_few(shown_names(parameters))
+    fault = f"the parameters {learnt} (pyro.param) cannot be learnt together with "
     names = [f"'{name}'" for name in target.not_enumerable or target.sampled]
     fault += f"the discrete latents {', '.join(names)}"
     cure = "a prior, by pyro.sample, in place of pyro.param"

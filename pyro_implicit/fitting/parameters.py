@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from pyro.params.param_store import user_param_name
+from pyro.params.param_store import normalize_param_name, user_param_name
 from torch import Tensor, nn
 from torch.distributions import constraints, transform_to
 
@@ -26,10 +27,12 @@ __all__ = [
     "Learnt",
     "are_all_of_guide",
     "describe",
+    "first_few",
     "learnt_parameters",
     "model_parameters",
     "own_parameters",
     "put_back",
+    "shown_names",
     "trained_parameters",
     "with_fixed_parameters",
 ]
@@ -208,11 +211,41 @@ def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
 
 def describe(parameters: dict[str, Tensor]) -> str:
     """Describe the first four parameters by value, or by shape."""
-    parts = [
+    return first_few(
         f"{name} = {value.item():.4g}" if value.numel() == 1 else f"{name} {tuple(value.shape)}"
-        for name, value in ((user_param_name(n), v) for n, v in parameters.items())
+        for name, value in zip(shown_names(parameters), parameters.values(), strict=True)
+    )
+
+
+def shown_names(names: Iterable[str]) -> list[str]:
+    """Return names of parameters for users: without their modules, unless names would be equal.
+
+    **Example:**
+
+    >>> shown_names(["one$$$fc.weight", "two$$$fc.weight", "two$$$fc.bias"])
+    ['one.fc.weight', 'two.fc.weight', 'fc.bias']
+
+    :param names: in Pyro's parameter store.
+    """
+    whole = list(names)
+    short = [user_param_name(name) for name in whole]
+    count = Counter(short)
+    return [
+        normalize_param_name(name) if count[part] > 1 else part
+        for name, part in zip(whole, short, strict=True)
     ]
-    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
+
+
+def first_few(parts: Iterable[str]) -> str:
+    """Join the first four parts, and count the others.
+
+    **Example:**
+
+    >>> first_few("abcdef")
+    'a, b, c, d and 2 more'
+    """
+    found = list(parts)
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
 def trained_parameters(

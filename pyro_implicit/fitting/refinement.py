@@ -29,7 +29,7 @@ from pyro_implicit.fitting.candidates import (
     mean_field_guide,
     set_up,
 )
-from pyro_implicit.fitting.parameters import model_parameters
+from pyro_implicit.fitting.parameters import first_few, model_parameters, shown_names
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, CorrectionPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
@@ -235,7 +235,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     )
     result.stages[-1].outcome += note
     if parameters:
-        names = ", ".join(f"`{name}`" for name in parameters)
+        names = first_few(f"`{name}`" for name in shown_names(parameters))
         result.stages[-1].outcome += f"; its ELBO, not the evidence, determines {names}"
     if note := widen_if_rounded(target, Sampler(target, guide).draw):
         result.stages[-1].outcome += f"; {note}"

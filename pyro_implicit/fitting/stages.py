@@ -36,8 +36,10 @@ from pyro_implicit.fitting.candidates import (
 )
 from pyro_implicit.fitting.parameters import (
     describe,
+    first_few,
     learnt_parameters,
     model_parameters,
+    shown_names,
     with_fixed_parameters,
 )
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule
@@ -350,9 +352,10 @@ class Stages:
             if self._falls(losses, decay):
                 line.outcome += "; not settled"
                 end = self._what_ended(losses)
+                names = first_few(shown_names(parameters))
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
-                    f"({', '.join(parameters)}) ended after {len(losses)} steps, by {end}. Cure: a "
+                    f"({names}) ended after {len(losses)} steps, by {end}. Cure: a "
                     f"larger {end} or lr, or parameters of unit scale"
                 )
         self.trained = with_fixed_parameters(self.model)

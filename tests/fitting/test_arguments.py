@@ -9,7 +9,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import RenyiELBO, Trace_ELBO, TraceEnum_ELBO, config_enumerate
+from pyro.distributions.testing.fakes import NonreparameterizedBeta
+from pyro.infer import (
+    SVI,
+    RenyiELBO,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceGraph_ELBO,
+    config_enumerate,
+)
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.density import Target
@@ -56,7 +64,7 @@ WRONG = [
     (lambda: fit(model, AutoNormal(model), Y, loss=0.3), TypeError, "0.3.*model_kwargs={'loss'"),
     (
         lambda: fit(model, AutoNormal(model), Y, loss=RenyiELBO()),
-        TypeError, "ELBO with a differentiable_loss.*but got <pyro.infer.renyi_elbo.RenyiELBO",
+        TypeError, "RenyiELBO, which has no differentiable_loss,.*Cure: loss=ImplicitELBO(8)",
     ),
     (lambda: fit(3, "auto", Y), TypeError, "model must be a Pyro model, a callable, but got int"),
 ]  # fmt: skip
@@ -74,6 +82,25 @@ def test_any_elbo_of_pyro_that_can_train_does():
     """``TraceEnum_ELBO`` is no ``Trace_ELBO``."""
     loss = TraceEnum_ELBO(max_plate_nesting=1)
     assert len(fit(model, AutoNormal(model), Y, Y, loss=loss, num_steps=2).losses) == 2
+
+
+def test_the_cures_for_a_loss_without_a_differentiable_loss():
+    """As in Pyro's third tutorial of SVI: a Beta without reparameterisation."""
+
+    def coin(x):
+        fairness = pyro.sample("fairness", dist.Beta(10.0, 10.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Bernoulli(fairness), obs=x)
+
+    def guide(x):
+        alpha = pyro.param("alpha", torch.tensor(15.0), constraint=dist.constraints.positive)
+        pyro.sample("fairness", NonreparameterizedBeta(alpha, 15.0))
+
+    x = torch.tensor([1.0] * 6 + [0.0] * 4)
+    with pytest.raises(TypeError, match="loss is a TraceGraph_ELBO, which has no differentiable_l"):
+        fit(coin, guide, x, loss=TraceGraph_ELBO(), progress=False)
+    assert len(fit(coin, guide, x, loss=ImplicitELBO(8), num_steps=2, progress=False).losses) == 2
+    SVI(coin, guide, pyro.optim.Adam({"lr": 0.01}), TraceGraph_ELBO()).step(x)
 
 
 def clashing(seed, lr, loss=0.0, name=0.0, scale_tril=1.0):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormal, init_to_value
+from torch import nn
 
 from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, TrainingPolicy, fit, train
@@ -209,6 +210,26 @@ def test_candidates_and_components_leave_parameters_alone(monkeypatch):
     assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)
     assert pyro.param("shift").unconstrained().grad is None
     assert result.num_modes == 2
+
+
+def test_the_first_few_of_many_parameters_are_named_apart():
+    networks = {"x_nn": nn.Linear(1, 1), "t_nn": nn.Linear(1, 1), "last": nn.Bilinear(1, 1, 1)}
+
+    def far():
+        x = pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        for name, network in networks.items():
+            pyro.module(name, network)
+        out = networks["x_nn"](x) + networks["t_nn"](x) + networks["last"](x, x)
+        pyro.factor("pull", -((out.sum() - 100.0) ** 2))
+
+    with pytest.warns(UserWarning, match="still rising") as caught:
+        result = quick(far, num_steps=20)
+    message = next(str(one.message) for one in caught if "still rising" in str(one.message))
+    names = ["x_nn.weight", "x_nn.bias", "t_nn.weight", "t_nn.bias"]
+    assert f"({', '.join(names)} and 2 more) ended after 20 steps" in message
+    line = str(result).split("learnt parameters: ")[1].splitlines()[0]
+    assert [part.split(" = ")[0] for part in line.split(", ")] == names
+    assert line.endswith(" and 2 more") and "$$$" not in str(result)
 
 
 def test_parameters_that_have_not_settled():

@@ -270,8 +270,9 @@ def test_the_loss_of_the_rough_guide_is_that_of_pyros_elbo():
 def test_parameters_of_a_model_train_with_the_rough_guide():
     def learnt(y):
         centre = pyro.param("centre", torch.tensor(0.0))
+        fixed = sum(pyro.param(f"net$$$p{i}", torch.tensor(0.0)) for i in range(5))
         with pyro.plate("rows", 101):
-            x = pyro.sample("x", dist.StudentT(5.0, centre, 1.0))
+            x = pyro.sample("x", dist.StudentT(5.0, centre + 0.0 * fixed, 1.0))
             pyro.sample("y", dist.StudentT(5.0, x, 1.0), obs=y)
 
     y = 3.0 + torch.randn(101)
@@ -279,7 +280,10 @@ def test_parameters_of_a_model_train_with_the_rough_guide():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = fit(learnt, "auto", y, num_steps=300, policy=policy, **QUIET)
-    assert "ImplicitELBO; its ELBO, not the evidence, determines `centre`" in str(result)
+    assert (
+        "ImplicitELBO; its ELBO, not the evidence, determines `centre`, `p0`, `p1`, `p2` and 2 more"
+        in str(result)
+    )
     assert abs(result.parameters["centre"].value - y.median()) < 0.7
 
 
