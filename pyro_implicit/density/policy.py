@@ -295,6 +295,9 @@ class RoundingPolicy:
     share: float = 0.05
     num_draws: int = 32
 
+    #: Draws of the guide that show whether the posterior reaches a bound.
+    num_near: int = 500
+
 
 @dataclass(frozen=True)
 class GroupPolicy:

@@ -188,7 +188,7 @@ def fit(
         ``torch.distributed.init_process_group`` all processes train one guide, each with its own
         minibatches (``DistributedSampler``).
     :param epochs: the number of passes over ``batches`` in training, and again in chains; by
-        default 10. It replaces ``num_steps`` there.
+        default 10, or as many as make 2,000 steps. It replaces ``num_steps`` there.
     :param validation: minibatches of held-out rows. Training ends after five epochs, or a tenth of
         ``epochs``, without a lower negative log-likelihood of these rows, and restores the
         parameters of the best epoch (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches``
@@ -265,12 +265,12 @@ def fit(
     if checkpoint is None:
         warn_of_stored_values(guide)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
-    num_steps, epochs = num_steps or policy.schedule.num_steps, epochs or policy.training.epochs
+    num_steps = num_steps or policy.schedule.num_steps
     if checkpoint is not None:
         settings = {
             "guide": guide if isinstance(guide, str) else type(guide).__name__,
             "num_steps": num_steps,
-            "epochs": None if batches is None else epochs,
+            "epochs": epochs,
             "validation": validation is not None,
             "lr": lr,
             "num_particles": num_particles,
@@ -300,23 +300,24 @@ def fit(
     with stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
-        return _fit_one(stages, guide, loss, amortize, refine is True, epochs)
+        return _fit_one(stages, guide, loss, amortize, refine is True)
 
 
 def _take_batches(
-    stages: Stages, batches: BatchStream, epochs: int, refine: bool, is_network: bool
+    stages: Stages, batches: BatchStream, epochs: int | None, refine: bool, is_network: bool
 ) -> None:
     """Let trainings use minibatches, and score the rows for validation after each epoch."""
     stages.batches, stages.first_batch = batches, batches.probed[0]
     stages.result.minibatches = True
     refuse_processes(stages.first_batch, refine)
-    stages.num_steps = epochs * batches.epoch_length
+    stages.epochs = epochs or stages.policy.training.epochs_of(batches.epoch_length)
+    stages.num_steps = stages.epochs * batches.epoch_length
     if stages.validation is None:
         return
     limits, number = stages.policy.held_out, stages.policy.held_out.num_draws
     if is_network:  # all members of an ensemble
         number = max(number, stages.policy.network.fewest_members)
-    patience = max(limits.patience, round(limits.patience_share * epochs))
+    patience = max(limits.patience, round(limits.patience_share * stages.epochs))
     stages.held_out = HeldOut(
         stages.model,
         stages.validation,
@@ -333,7 +334,6 @@ def _fit_one(
     loss: Trace_ELBO | None,
     amortize: Amortize | None,
     refine: bool,
-    epochs: int,
 ) -> Fit:
     args, kwargs, budget = stages.args, stages.kwargs, stages.policy.budget
     share = budget.training_share if refine else 1.0
@@ -342,7 +342,7 @@ def _fit_one(
             return fit_hierarchy(stages)
         if stages.batches is not None:
             _fit_batches(stages, guide, loss, amortize, share)
-            return _refine_batches(stages, epochs) if refine else stages.result
+            return _refine_batches(stages) if refine else stages.result
         if amortize is not None:
             return _fit_amortized(stages, amortize)
         refuse_unfit_guide(stages.model, guide, args, kwargs, loss)
@@ -587,7 +587,7 @@ def _knows_rows(guide: Any) -> bool:
     return not isinstance(guide, str)
 
 
-def _refine_batches(stages: Stages, epochs: int) -> Fit:
+def _refine_batches(stages: Stages) -> Fit:
     assert stages.batches is not None
     result = stages.result
     with result.attempt("refine") as line:
@@ -597,7 +597,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
             *stages.args,
             batches=stages.batches.batches,
             num_chains=getattr(result.guide, "num_members", None),
-            max_epochs=epochs,
+            max_epochs=stages.epochs,
             max_seconds=stages.limit.seconds(),
             progress=stages.options["progress"],
             model_kwargs=stages.kwargs,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,11 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.checks.numerics import harmful_rounding, widen_if_rounded
+from pyro_implicit.density.checks.numerics import (
+    harmful_rounding,
+    loses_digits,
+    widen_if_rounded,
+)
 from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
@@ -30,7 +33,7 @@ from pyro_implicit.fitting.candidates import (
     set_up,
 )
 from pyro_implicit.fitting.parameters import first_few, model_parameters, shown_names
-from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, CorrectionPolicy
+from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
 from pyro_implicit.fitting.starts import best_of_race, between, first_scales
@@ -48,6 +51,7 @@ from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = [
@@ -157,7 +161,7 @@ def correct(stages: Stages, target: Target) -> float:
         if result.symmetries and result.num_modes and result.num_modes > 1:
             line.outcome = "skipped: modes may have different numbers of copies"
             return efficiency
-        note = widen_if_rounded(target, partial(_draws_in_double, result.guide, target, policy))
+        note = _widen_near_bounds(stages, target)
         known = None if note else stages.reliability
         found = known or stages.reliability_of(result.guide, target)
         if found is None:
@@ -176,17 +180,28 @@ def correct(stages: Stages, target: Target) -> float:
     return efficiency
 
 
-def _draws_in_double(guide: Any, target: Target, policy: CorrectionPolicy, number: int) -> Tensor:
-    """Return draws of the posterior in double precision, as far as the weights of a guide reach.
+def _widen_near_bounds(stages: Stages, target: Target) -> str:
+    """Change to double precision if single precision lacks a part of the posterior near a bound.
 
-    Near a bound, single precision may lack a part of the posterior.
+    :returns: what was done, in words; empty if nothing.
     """
-    with suppress(Exception):  # of a model that mixes dtypes
+    guide, policy = stages.result.guide, stages.policy.correction
+    if target.is_wide or not stages.can_weigh(target, policy.num_weighed):
+        return ""
+
+    def draw(number: int) -> Tensor:
         draws, weights = exact_log_weights(
             guide, target.in_double(), policy.num_weighed, wide=policy
         )
         return draws[weights.resample(number)]
-    return Sampler(target, guide).draw(number)
+
+    with suppress(Exception), same_streams(target.init_loc.device):  # of mixed dtypes
+        points, _ = exact_log_weights(
+            guide, target, ROUNDING.num_near, lambda latent: latent[:, 0], wide=policy
+        )
+        if loses_digits(target, points):
+            return widen_if_rounded(target, draw)
+    return ""
 
 
 def _match(stages: Stages, target: Target, before: LogWeights) -> LogWeights | None:

@@ -114,6 +114,8 @@ class Stages:
         self.batches: BatchStream | None = None
         #: The first minibatch; empty with all data.
         self.first_batch: tuple = ()
+        #: Passes over the minibatches.
+        self.epochs = 0
         self.held_out: HeldOut | None = None
         #: Held-out rows of a network with all data that the user gave.
         self.validation: Any = None
@@ -458,9 +460,13 @@ class Stages:
     def reliability_of(self, guide: Any, target: Target) -> LogWeights | None:
         """Return the finding of ``reliability``; None if ``max_seconds`` is too short for it."""
         policy = self.policy.correction
-        if self._seconds_of_weights(target, policy.num_weighed) > self.limit.left():
+        if not self.can_weigh(target, policy.num_weighed):
             return None
         return reliability(guide, target, policy)
+
+    def can_weigh(self, target: Target, number: int) -> bool:
+        """Return whether ``max_seconds`` suffices to evaluate a density at so many draws."""
+        return self._seconds_of_weights(target, number) <= self.limit.left()
 
     def _seconds_of_weights(self, target: Target, number: int) -> float:
         if math.isinf(self.limit.end):

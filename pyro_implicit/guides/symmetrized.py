@@ -21,6 +21,7 @@ from torch.distributions import Transform, biject_to, constraints
 
 from pyro_implicit.guides.auto_draws import DrawSummaries
 from pyro_implicit.guides.posterior_draws import trace_guide
+from pyro_implicit.guides.sampler import StoredDraw
 from pyro_implicit.ops.permutations import (
     check_units,
     permutation_log_prob,
@@ -160,7 +161,9 @@ class Symmetrized(DrawSummaries, PyroModule):
         sites = {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
         latents = {n: s["value"] for n, s in sites.items() if not s["infer"].get("is_auxiliary")}
         self.group.check({name: value.shape for name, value in latents.items()})
-        if all(isinstance(site["fn"], dist.Delta) for site in sites.values()):
+        kinds = [site["fn"] for site in sites.values()]
+        is_stored = any(isinstance(fn, StoredDraw) for fn in kinds)
+        if is_stored or all(isinstance(fn, dist.Delta) for fn in kinds):
             raise ValueError(
                 "the guide consists of points or stored draws, which have no density. Cure: "
                 "AutoNormal or another guide with a density"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_implicit import fit
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import FitPolicy, auto, stages
-from pyro_implicit.fitting.policy import Schedule
+from pyro_implicit.fitting.policy import Schedule, TrainingPolicy
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
@@ -62,6 +62,14 @@ def test_a_line(guide):
     assert draws.mean().item() == pytest.approx(mean, abs=0.6 * sd)
     assert draws.std().item() == pytest.approx(sd, rel=0.4)
     assert isinstance(result.guide, AutoNormal if guide != "auto" else AutoSemiImplicit)
+
+
+@pytest.mark.parametrize("least_steps, num_steps", [(30, 32), (5, 16)])
+def test_default_epochs_make_a_number_of_steps(least_steps, num_steps):
+    """Of eight minibatches."""
+    policy = FitPolicy(training=TrainingPolicy(epochs=2, least_steps=least_steps))
+    result = fit(line, AutoNormal(line), batches=loader(*rows()), policy=policy, **QUIET)
+    assert len(result.losses) == num_steps
 
 
 def test_refined_by_stochastic_gradients():

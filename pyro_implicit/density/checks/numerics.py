@@ -30,6 +30,7 @@ __all__ = [
     "InexactArithmetic",
     "blame",
     "harmful_rounding",
+    "loses_digits",
     "is_rounding",
     "warn_of_lost_gradients",
     "widen_if_rounded",
@@ -268,13 +269,35 @@ def harmful_rounding(target: Target, draws: Tensor) -> float:
 
 
 @torch.no_grad()
+def loses_digits(target: Target, points: Tensor) -> bool:
+    """Return whether points in single precision lie so near a bound that they do not come back.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Beta(1.0, 1.0))
+    >>> target = Target(model)
+    >>> [loses_digits(target, torch.tensor([[x]])) for x in (10.0, 20.0)]
+    [False, True]
+
+    :param points: ``(num_points, latent_dim)``.
+    """
+    if points.dtype == torch.float64:
+        return False
+    back = target.unconstrain(target.constrain(points))
+    return bool(((back - points).abs() > ROUNDING.max_error).any())
+
+
+@torch.no_grad()
 def _single_precision_error(target: Target, draws: Tensor) -> Tensor:
     """Return the distance of log-densities from those in double precision, ``(num_draws,)``.
 
     It is 0 if the model already runs in double precision, or cannot.
     """
     none = draws.new_zeros(len(draws))
-    if target.is_wide or draws.dtype == torch.float64:
+    if target.is_wide or not loses_digits(target, draws):
         return none
     try:
         difference = target.in_double().log_prob(draws).to(draws) - target.log_prob(draws)
