@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 from collections.abc import Generator, Iterator
 
-import numpy as np
 import pyro
 import pytest
 import torch
@@ -37,25 +35,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-def set_seed(seed: int) -> None:
-    """Seed as Pyro does, but without ``torch.manual_seed`` if there is no GPU.
-
-    It notes the call for each kind of device that may be woken later, with the whole stack.
-    """
-    if torch.cuda.is_available():
-        pyro.set_rng_seed(seed)
-        return
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
-
-
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     """Clear the parameter store, seed, and undo what a test changes globally."""
     dtype = torch.get_default_dtype()
     pyro.clear_param_store()
-    set_seed(TEST_SEED)
+    pyro.set_rng_seed(TEST_SEED)
     with pyro.validation_enabled(True):
         yield
     torch.set_default_dtype(dtype)

@@ -648,8 +648,12 @@ class _JointDraws:
         self._symmetries, self._marginal = symmetries, marginal
         self._latents: list[Tensor] = []
         self._faults: list[Tensor] = []
-        #: The largest error of a log-density among draws that are kept; infinite without any.
-        self.max_fault = math.inf
+        self._kept: list[float] = []
+
+    @property
+    def max_fault(self) -> float:
+        """The largest error of a log-density among draws that are kept; infinite without any."""
+        return max(self._kept, default=math.inf)
 
     def draw(self, rest: Tensor) -> Tensor:
         """Draw the integrated variables, and return the density of the remaining ones."""
@@ -671,8 +675,7 @@ class _JointDraws:
 
     def keep(self, faults: Tensor) -> None:
         """Note the errors of draws that are kept."""
-        known = 0.0 if math.isinf(self.max_fault) else self.max_fault
-        self.max_fault = max(known, faults.amax().item())
+        self._kept.append(faults.amax().item())
 
 
 def _joint_by_weights(

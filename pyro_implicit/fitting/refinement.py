@@ -161,7 +161,7 @@ def correct(stages: Stages, target: Target) -> float:
         if result.symmetries and result.num_modes and result.num_modes > 1:
             line.outcome = "skipped: modes may have different numbers of copies"
             return efficiency
-        note = _widen_near_bounds(stages, target)
+        note = _double_near_bounds(stages, target)
         known = None if note else stages.reliability
         found = known or stages.reliability_of(result.guide, target)
         if found is None:
@@ -180,7 +180,7 @@ def correct(stages: Stages, target: Target) -> float:
     return efficiency
 
 
-def _widen_near_bounds(stages: Stages, target: Target) -> str:
+def _double_near_bounds(stages: Stages, target: Target) -> str:
     """Change to double precision if single precision lacks a part of the posterior near a bound.
 
     :returns: what was done, in words; empty if nothing.

@@ -30,8 +30,8 @@ __all__ = [
     "InexactArithmetic",
     "blame",
     "harmful_rounding",
-    "loses_digits",
     "is_rounding",
+    "loses_digits",
     "warn_of_lost_gradients",
     "widen_if_rounded",
 ]

@@ -54,7 +54,7 @@ class ElboState:
     variables are summed out, and ``unchanged`` which distributions need no changes.
     ``value_ndims`` are the dimensions of each of the guide's draws outside the particle plate, None
     before the first run; ``implicit_sites`` and ``checked_sites`` name its implicit sites, and
-    those that have passed a method's checks.
+    the sites that have passed a method's checks.
     ``structures`` are the latent variables of model and guide that have been compared;
     ``folded_sites`` names sites of which a warning was issued.
 
