@@ -177,7 +177,7 @@ def test_other_objects_are_refused():
 
 def test_stages_are_logged(caplog):
     with caplog.at_level(logging.INFO, "pyro_implicit"):
-        fit(model, seed=0, num_steps=5, refine=False, policy=FEW, progress=False)
+        fit(gaussian, seed=0, refine=False, policy=FEW, progress=False)
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0].startswith("search: ") and "best ELBO" in lines[0]
 

@@ -273,7 +273,7 @@ def test_all_of_a_result_on_the_default_device(device, monkeypatch):
 
         result = fit(model, "auto", seed=0, progress=False)
         assert result.sample(3)["mean"].device.type == device
-        assert result.diagnose().verdict == "trust"
+        assert result.diagnose(num_samples=500, num_transitions=2).verdict == "trust"
         assert result.sensitivity().prior.device.type == "cpu"
         check = result.check_posterior_predictive(num_draws=100)
         assert check.sites["y"].pit.device.type == "cpu"

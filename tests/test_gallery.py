@@ -36,7 +36,8 @@ SHORT = replace(
     choice=replace(FitPolicy().choice, num_weighed=100),
     correction=replace(FitPolicy().correction, num_weighed=100),
     hierarchy=HierarchyPolicy(
-        num_pilot=50, num_starts=2, search_rounds=1, num_weighed=(32, 64), num_draws=64
+        num_pilot=50, num_starts=1, search_rounds=1, search_iterations=5,
+        num_weighed=(32, 64), num_draws=64,
     ),
     integration=replace(
         FitPolicy().integration, num_draws=128, least_draws=128, least_weighed=100,

@@ -104,6 +104,8 @@ def test_version_is_told_once() -> None:
 def test_readme_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks of the README form one program; here with few steps and draws."""
     monkeypatch.setattr(pyro_implicit, "diagnose", partial(pyro_implicit.diagnose, num_samples=200))
+    short = partial(pyro_implicit.refine, num_chains=32, max_gradients=200)
+    monkeypatch.setattr(pyro_implicit, "refine", short)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     program = "".join(blocks)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,7 @@ def result() -> Fit:
     return fit(walk, "auto", Y, **QUIET)
 
 
+@functools.cache
 def exact() -> dict[str, tuple[Tensor, Tensor]]:
     """Means and sds of scale and levels, on a grid of scales and by dense algebra."""
     scale = torch.linspace(-4.0, 2.0, 400).double().exp()

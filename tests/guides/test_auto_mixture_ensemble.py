@@ -66,7 +66,7 @@ def test_any_number_of_particles_trains_all(particles):
 
     guide = AutoEnsemble(bowl, 4)
     svi = SVI(bowl, guide, pyro.optim.Adam({"lr": 0.1}), ImplicitELBO(particles))
-    for _ in range(400):
+    for _ in range(200):
         svi.step()
     torch.testing.assert_close(guide.members, torch.full((4, 2), 5.0), rtol=0, atol=0.3)
 

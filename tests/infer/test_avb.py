@@ -222,9 +222,9 @@ def test_finds_a_conjugate_posterior(contrast):
     pyro.set_rng_seed(0)
     guide = AutoImplicit(conjugate, frame=None, init_scale=0.5)
     elbo = AVB_ELBO(8, contrast=contrast, discriminator_steps=3, compile="trace")
-    optim = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.05 ** (1 / 300)})
+    optim = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.05 ** (1 / 200)})
     svi = SVI(conjugate, guide, optim, elbo)
-    for _ in range(300):
+    for _ in range(200):
         svi.step()
     draws = guide.sample_posterior(4000)["w"]
     precision = torch.eye(2) + 4.0

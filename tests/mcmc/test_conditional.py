@@ -856,7 +856,7 @@ def test_killed_chains_go_on(tmp_path, monkeypatch, kind):
         guide = {"tau": tau, "beta": tau.unsqueeze(-1) * torch.randn(16, 16)}
 
     def run(**options):
-        number = 80 if kind == "near" else 150
+        number = {"near": 60, "far": 100, "learns": 150}[kind]
         options |= {"num_chains": 16, "max_gradients": number, "seed": 0, "progress": False}
         return refine(model, guide, **options)
 

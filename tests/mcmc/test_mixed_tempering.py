@@ -72,7 +72,7 @@ def test_a_power_of_the_likelihood(power):
 
 
 def test_fit_anneals_chains_that_stay_in_separate_modes():
-    budget = replace(FitPolicy().budget, chain_seconds=0.3, least_gradients=300, patience=1)
+    budget = replace(FitPolicy().budget, chain_seconds=0.3, least_gradients=200, patience=1)
     budget = replace(budget, patient_seconds=1.0)
     policy = FitPolicy(budget=budget)
     result = fit(magnet, "auto", seed=0, progress=False, policy=policy)
