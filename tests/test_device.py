@@ -158,8 +158,8 @@ def pairs() -> list[tuple[str, str]]:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("guide_name", "elbo_name"), pairs())
 def test_contract(guide_name, elbo_name, device, monkeypatch):
-    if elbo_name != "KIVI":  # the search for a frame is the guides', and it takes most of the time
-        monkeypatch.setattr(auto_implicit, "find_frame", lambda *args: None)
+    # The search for a frame takes most of the time: test_draws has it.
+    monkeypatch.setattr(auto_implicit, "find_frame", lambda *args: None)
     contract.test_svi_trains_every_parameter(guide_name, elbo_name, device)
 
 

@@ -14,11 +14,10 @@ import torch
 from benchmarks import noise_space_nuts
 
 
-@pytest.fixture
-def data_dir(tmp_path):
-    """Reference draws that are standard normal (tau log-normal)."""
+def reference(tmp_path, number):
+    """Store reference draws that are standard normal (tau log-normal)."""
     names = [f"theta[{school}]" for school in range(1, 9)] + ["mu", "tau"]
-    draws = np.random.default_rng(0).normal(size=(4000, 10)).astype(np.float32)
+    draws = np.random.default_rng(0).normal(size=(number, 10)).astype(np.float32)
     draws[:, 9] = np.exp(draws[:, 9])
     folder = tmp_path / "posteriordb"
     folder.mkdir()
@@ -48,7 +47,8 @@ def test_effective_sample_sizes_name_the_worst_coordinate():
     assert slow["ess_bulk_log_tau"] == independent["ess_bulk_log_tau"]
 
 
-def test_errors_against_the_reference(data_dir):
+def test_errors_against_the_reference(tmp_path):
+    data_dir = reference(tmp_path, 4000)
     draws = some_draws(4000)
     draws["theta"][:, 5] += 0.7
     draws["log tau"] *= 0.5
@@ -67,7 +67,8 @@ def test_ratios():
     assert found["per_second"] == 15.0 and found["per_second_trained"] == 5.0
 
 
-def test_script(no_search, data_dir, tmp_path, capsys, monkeypatch):
+def test_script(no_search, tmp_path, capsys, monkeypatch):
+    data_dir = reference(tmp_path, 200)
     short = partial(noise_space_nuts.NUTS, max_tree_depth=2)
     monkeypatch.setattr(noise_space_nuts, "NUTS", short)
     out = tmp_path / "out.jsonl"

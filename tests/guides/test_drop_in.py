@@ -47,6 +47,7 @@ from pyro_implicit.guides.affine_frame import find_frame
 
 
 def mixture(model, create_plates=None, **kwargs):
+    kwargs = {"frame": None, **kwargs}  # the search for a frame is that of AutoImplicit
     parts = [AutoImplicit(model, AutoregressiveGenerator, **kwargs) for _ in range(2)]
     return AutoMixture(model, parts, create_plates=create_plates)
 

@@ -844,6 +844,7 @@ def test_the_guide_needs_no_data_once_it_is_set_up():
 
 @pytest.mark.parametrize("kind", ["near", "far", "learns"])
 def test_killed_chains_go_on(tmp_path, monkeypatch, kind):
+    pyro.set_rng_seed(0)  # with some starts, another law is found later
     file, model, site = tmp_path / "chains.pt", groups(), "x"
     guide = AutoNormal(model)
     guide()
