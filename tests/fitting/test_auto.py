@@ -195,9 +195,9 @@ def test_constrained_sites_predictive_and_saving():
     assert_equal(draw(torch.load(file, weights_only=False)), draws)
 
 
-@pytest.mark.parametrize("model", [funnel, two_modes])
-def test_every_kind_can_be_saved(model):
-    result = quick(model, num_steps=10, policy=FEW)
+def test_a_mixture_can_be_saved():
+    result = quick(two_modes, num_steps=10, policy=FEW)
+    assert isinstance(result.guide, AutoMixture)
     draws = draw(result.guide)
     file = io.BytesIO()
     torch.save(result.guide, file)
@@ -392,7 +392,7 @@ def test_a_resumed_fit_is_the_uninterrupted_one(model, tmp_path):
     expected, num_runs = run(None, 0)
     with pytest.raises(SystemExit):
         run(tmp_path, 0, num_runs // 2)
-    for number, share in enumerate([0.3, 0.6, 0.8]):
+    for number, share in enumerate([0.4, 0.8]):
         with contextlib.suppress(SystemExit):  # it may be finished by then
             run(tmp_path, 1 + number, math.ceil(share * num_runs))
     # Whatever the state of the process: the streams of the first start are in the folder.
