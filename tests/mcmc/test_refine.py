@@ -177,6 +177,7 @@ def test_what_is_returned(walked):
     grouped, flat = result.get_samples(group_by_chain=True), result.get_samples()
     num_chains, num_draws = grouped["weight"].shape[:2]
     assert num_chains == result.num_chains == 32 and num_draws >= 8
+    assert result.stopped == "max_gradients"
     assert flat["weight"].equal(grouped["weight"].flatten(0, 1))
     assert result.get_samples(7)["weight"].shape == (7, 2)
     assert result.diagnostics()["weight"]["r_hat"].shape == (2,)
@@ -247,10 +248,6 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch, phase):
     pyro.clear_param_store()
     whole = fit(regression, AutoNormal(regression), X, Y, refine=True, num_steps=5, progress=False)
     assert whole.interrupted and whole.refined.stopped == "interrupted"
-
-
-def test_budgets():
-    assert short(AutoNormal(regression), max_gradients=60).stopped == "max_gradients"
 
 
 @pytest.mark.filterwarnings("ignore:fit's chains")
