@@ -26,9 +26,9 @@ from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics import Thresholds, VerdictPolicy, checkup, examination
+from pyro_implicit.diagnostics import Thresholds, VerdictPolicy, examination
 from pyro_implicit.diagnostics.checks import SteinCheck
-from pyro_implicit.diagnostics.checkup import plan_effort, seconds_of_weights
+from pyro_implicit.diagnostics.checkup import diagnose, plan_effort, seconds_of_weights
 from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.fitting import Fit
@@ -41,12 +41,6 @@ from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.score_estimators import SteinTest
 
 pytestmark = pytest.mark.usefixtures("double")
-
-
-def diagnose(*args, **options):
-    """Half as many draws as by default: pairs of draws take most of the time."""
-    return checkup.diagnose(*args, **{"num_samples": 1000, **options})
-
 
 CORRELATION = torch.tensor([[1.0, 0.99, 0.0], [0.99, 1.0, 0.0], [0.0, 0.0, 1.0]])
 
@@ -105,7 +99,7 @@ def test_a_wrong_mean():
 def test_report():
     found = diagnose(gaussian, exact_guide(0.5), loss=Trace_ELBO(4), modes=torch.zeros(1, 3))
     lines = str(found).splitlines()
-    assert lines[0] == "Diagnosis of 1000 draws in 3 dimensions"
+    assert lines[0] == "Diagnosis of 2000 draws in 3 dimensions"
     names = [line[2:22].strip() for line in lines[1:]]
     names = [name for name in names if name != "would correct"]  # too uneven weights hide the line
     assert names[:3] == ["importance weights", "log evidence", "Stein's identities"]
@@ -123,13 +117,12 @@ def test_says_where():
     pyro.set_rng_seed(0)
     guide = exact_guide()
     guide.loc.data[2] -= 0.4
-    options = {"num_samples": 2000, "num_transitions": 0, "modes": None}
-    found = diagnose(gaussian, guide, **options)
+    found = diagnose(gaussian, guide, num_transitions=0, modes=None)
     assert "the mean of log `x` is 0.4" in str(found) and "sd too low" in str(found)
     assert "`w" not in str(found)
     guide = exact_guide()
     guide.scale = torch.tensor([1.0, 1.0, 0.67]) * guide.scale
-    found = str(diagnose(gaussian, guide, **options))
+    found = str(diagnose(gaussian, guide, num_transitions=0, modes=None))
     assert "the sd of log `x` is 0.6" in found and "times what it should be" in found
 
 
@@ -328,10 +321,9 @@ def test_dependent_draws_are_not_taken_for_independent_ones():
     draws = {"x": torch.randn(150, 10).repeat_interleave(40, 0)}
     options = {"num_transitions": 0, "modes": None, "progress": False}
     worth = StoredDraws(draws, settled=True, num_independent=150)
-    found = checkup.diagnose(model, worth, **options)
-    assert found.num_samples == 150 and found.verdict == "trust"
-    dependent = StoredDraws(draws, settled=True)
-    assert checkup.diagnose(model, dependent, **options).verdict != "trust"
+    assert diagnose(model, worth, **options).num_samples == 150
+    assert diagnose(model, worth, **options).verdict == "trust"
+    assert diagnose(model, StoredDraws(draws, settled=True), **options).verdict != "trust"
     assert diagnose(model, worth, num_samples=2000, **options).num_samples == 2000
 
 
