@@ -32,8 +32,8 @@ POLICY = NetworkPolicy(
     cost_ratio=1.0,
     compiled_seconds=math.inf,
 )
-#: The same with a shorter training and shorter chains.
-SHORT = replace(POLICY, training_seconds=0.2, most_gradients=100)
+#: The same with shorter chains.
+SHORT = replace(POLICY, most_gradients=200)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +112,7 @@ def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds):
         return original(evaluate, optimiser, weight, clip_norm, args, kwargs)
 
     monkeypatch.setattr(training, "_step", step)
-    seconds = 1.0 if chain_seconds else 5.0  # only ensembles of all rows are compared
-    network = replace(
-        POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=seconds
-    )
+    network = replace(POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=5.0)
     means = {}
     for most_rows in (1000, 30):
         policy = FitPolicy(network=replace(network, most_rows=most_rows, batch_rows=20))
@@ -125,9 +122,7 @@ def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds):
         assert result.source[1][0] is x
         sizes, count = set(seen), len(seen)
         seen.clear()
-        assert (
-            sizes == ({20} if most_rows == 30 else {54 if chain_seconds else 60}) and count >= 100
-        )
+        assert sizes == ({20} if most_rows == 30 else {54 if chain_seconds else 60}) and count > 100
     if not chain_seconds:  # without early stopping
         first, second = (x @ mean for mean in means.values())
         assert (first - second).square().mean() < 0.02 * first.var()
