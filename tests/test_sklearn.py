@@ -21,7 +21,6 @@ from sklearn.preprocessing import PolynomialFeatures, StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, NetworkPolicy
-from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.sklearn import BayesianMLPClassifier, BayesianMLPRegressor
 
 
@@ -45,9 +44,7 @@ def short_name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(CHECKS.args[0], list(CHECKS.args[1]), ids=short_name)
-def test_scikit_learn_checks(estimator: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The estimate of a step's cost takes as long as all steps, whose number is the least anyway.
-    monkeypatch.setattr(Stages, "seconds_of_step", lambda *args: 1.0)
+def test_scikit_learn_checks(estimator: Any, check: Any) -> None:
     if not short_name(check).endswith("_train"):  # the others ask for no accuracy
         estimator = clone(estimator).set_params(policy=ensemble_of_two(5))
     check(estimator)
