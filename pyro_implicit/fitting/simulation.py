@@ -43,7 +43,13 @@ from pyro_implicit.runtime.messages import (
     refuse_string,
 )
 from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
-from pyro_implicit.runtime.sites import constrained_parts, is_data, site_parts, survives
+from pyro_implicit.runtime.sites import (
+    constrained_parts,
+    is_data,
+    site_parts,
+    survives,
+    unmasked_elements,
+)
 
 __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
 
@@ -76,6 +82,7 @@ class _Simulator:
         trace = simulation_trace(model, args, kwargs)
         refuse_subsampling(trace, "a simulation")
         given = self.read_data(args, kwargs)
+        self._refuse_weights(trace, given)
         self.shapes = {name: value.shape for name, value in given.items()}
         self.columns = [
             label for name, shape in self.shapes.items() for label in element_labels(name, shape)
@@ -132,6 +139,18 @@ class _Simulator:
                     "the model, too, or replace them by a value that the simulator makes as well"
                 )
         return found
+
+    def _refuse_weights(self, trace: Trace, names: Iterable[str]) -> None:
+        """Refuse masks and scales of observed sites, which act on densities only."""
+        for name in names:
+            site = trace.nodes[name]
+            is_masked = not unmasked_elements(site).all()
+            if is_masked or not bool((torch.as_tensor(site["scale"]) == 1).all()):
+                what = "masked" if is_masked else "scaled"
+                raise ValueError(
+                    f"site '{name}' is {what}, but no density of the data is used, so that all of "
+                    "them would count in full. Cure: a model that simulates what was observed only"
+                )
 
     def features(self, data: Mapping[str, Tensor]) -> Tensor:
         """Return data as one vector.
@@ -668,8 +687,9 @@ def fit_simulator(
     :param model_kwargs: keyword arguments of the model that have the name of an argument here.
     :raises TypeError: for ``sites`` that are a string, or data that are no tensors.
     :raises ValueError: for unknown or discrete ``sites``, a support that depends on other latents,
-        a flat prior, a model without data or latents, data that are not finite, data whose shape
-        varies, fewer than 100 finite simulations in a round, or dependent priors in several rounds.
+        masked or scaled data, a flat prior, a model without data or latents, data that are not
+        finite, data whose shape varies, fewer than 100 finite simulations in a round, or dependent
+        priors in several rounds.
 
     **References:**
 

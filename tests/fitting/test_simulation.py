@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
 from pyro_implicit import fit_simulator
 from pyro_implicit.callbacks import Callback
@@ -413,3 +415,20 @@ def test_subsampled_models_are_refused():
 
     with pytest.raises(ValueError, match="a simulation needs all data, but plate 'rows'"):
         fit_simulator(model, torch.zeros(10), num_simulations=100, progress=False)
+
+
+@pytest.mark.parametrize("how", ["mask", "poutine.mask", "scale"])
+def test_masks_and_scales_of_data_are_refused(how: str) -> None:
+    """They act on densities, and a simulator has none: all data would count in full."""
+    seen = torch.tensor([True, True, False])
+    handlers = {"poutine.mask": poutine.mask(mask=seen), "scale": poutine.scale(scale=0.5)}
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3), handlers.get(how, contextlib.nullcontext()):
+            fn = dist.Normal(w, 1.0)
+            pyro.sample("y", fn.mask(seen) if how == "mask" else fn, obs=y)
+
+    what = "scaled" if how == "scale" else "masked"
+    with pytest.raises(ValueError, match=f"site 'y' is {what}, but no density of the data is used"):
+        fit_simulator(model, torch.zeros(3), num_simulations=100, progress=False)
