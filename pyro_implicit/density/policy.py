@@ -411,6 +411,9 @@ class MarginalPolicy:
     #: and conditional densities, in addition to rounding.
     max_fault: float = 1e-2
 
+    #: Share of weighted draws beyond ``max_fault``, at most, that are left out.
+    max_faulty: float = 1e-2
+
 
 @dataclass(frozen=True)
 class SymmetryPolicy:

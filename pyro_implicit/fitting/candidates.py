@@ -662,7 +662,11 @@ class _JointDraws:
         latent, value, fault = self._marginal.draw(rest)
         self._latents.append(latent)
         self._faults.append(fault.masked_fill(~value.isfinite(), 0.0))
-        return value
+        # Where scales vanish, rounding may make any value: one such draw would get all weight.
+        limits = self._marginal.policy
+        is_wrong = ~(fault <= limits.max_fault)
+        is_rare = is_wrong.double().mean() <= limits.max_faulty
+        return value.masked_fill(is_wrong, -math.inf) if is_rare else value
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return all latent variables since the last call, and the errors of their densities.

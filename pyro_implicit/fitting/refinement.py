@@ -287,7 +287,7 @@ def move_draws(
 
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
     :param modes: those of the search. Several modes are annealed instead.
-    :param otherwise: called if the chains end far from convergence; returns whether it has replaced
+    :param otherwise: called if the chains end before they converge; returns whether it has replaced
         the result.
     """
     result = stages.result
@@ -320,9 +320,9 @@ def move_draws(
         drifts = refined.drift or "too few draws to estimate their errors"
         line.outcome += f"; {drifts}"
         verdict = "do not trust" if refined.drift is None else judge_chains(refined.drift)
-        if verdict == "do not trust" and otherwise is not None and otherwise():
-            return result
         if verdict != "trust":
+            if otherwise is not None and otherwise():
+                return result
             warn_user(
                 f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
                 + _cure(result.target, refined)
