@@ -31,6 +31,7 @@ __all__ = [
     "MomentCheck",
     "Verdict",
     "beyond",
+    "far_from_prior",
     "find_faults",
     "has_power",
     "judge_chains",
@@ -62,6 +63,7 @@ class Diagnosis(Printed):
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar improper: the scales with a flat prior whose draws have no end, else empty.
+    :ivar extrapolated: the share of draws beyond all those that ``Fit.update`` fitted its prior to.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
@@ -98,6 +100,7 @@ class Diagnosis(Printed):
     automatic: bool = False
     left_out: str = ""
     improper: str = ""
+    extrapolated: float = 0.0
     semi_implicit: bool = False
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
 
@@ -253,6 +256,15 @@ class Finding(NamedTuple):
 
 #: The reason why given draws have no weights.
 STORED = "stored draws"
+JOINTLY = "fit of the earlier and the new data together, or a model in which they may differ"
+
+
+def far_from_prior(share: float) -> str:
+    """Describe an update by data that disagree with the earlier ones."""
+    return (
+        f"the new data disagree with the earlier ones: {share:.0%} of the draws lie where the "
+        "earlier posterior had none, so that its tail was guessed"
+    )
 
 
 def _judge(limits: Thresholds, value: float, reason: str, cure: str) -> Iterator[Finding]:
@@ -295,6 +307,8 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     if found.left_out:
         cure = "data and defaults in float64, or priors that do not reach where the model overflows"
         yield Finding("check", found.left_out, cure)
+    reason = far_from_prior(found.extrapolated)
+    yield from _judge(policy.extrapolated, found.extrapolated, reason, JOINTLY)
     for doubt in found.doubts:
         yield Finding("check", doubt, MOVE_BETTER)
     verdict = "trust" if found.unsettled is None else judge_chains(found.unsettled, policy)

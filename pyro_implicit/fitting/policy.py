@@ -559,6 +559,9 @@ class UpdatePolicy:
     #: of data, 16 change the weight of a mode by up to 0.03 at the next update, 32 by 0.001.
     components: tuple[int, ...] = (2, 4, 8, 16, 32)
 
+    #: Draws of the new posterior that are compared with those of the earlier one.
+    num_checked: int = 1000
+
     #: Share of the draws that is held out.
     held_out: float = 1 / TeachPolicy.held_out_part
 

@@ -27,8 +27,9 @@ from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.diagnostics.policy import EFFORT
+from pyro_implicit.diagnostics.policy import EFFORT, VERDICT
 from pyro_implicit.diagnostics.quantities import Function
+from pyro_implicit.diagnostics.verdict import JOINTLY, far_from_prior
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
@@ -45,7 +46,7 @@ from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
-from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
+from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Stage, new_stage, watching
 from pyro_implicit.runtime.sites import unplated_as_events
@@ -106,6 +107,7 @@ class Fit(Printed):
     :param symmetries: groups that leave the posterior unchanged, such as permutations of the
         components of a mixture. Corrected and refined draws are moved by random members.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
+    :param extrapolated: the share of draws beyond all those that the prior was fitted to.
     :param policy: the settings of the call.
     """
 
@@ -133,6 +135,7 @@ class Fit(Printed):
     draws: StoredDraws | None = field(default=None, repr=False)
     symmetries: Symmetries | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
+    extrapolated: float = 0.0
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
     @cached_property
@@ -341,6 +344,10 @@ class Fit(Printed):
         before, now = self.num_modes or 1, result.num_modes or 1
         if now < before:
             line.outcome += f"; {before} modes before the new data, {now} now"
+        share = prior.share_beyond(result.sample(policy.num_checked))
+        if share > VERDICT.extrapolated.check:
+            warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
+        result.extrapolated = share
         return result
 
     def _loss_of(self, prior: JointPrior) -> str:
@@ -366,7 +373,7 @@ class Fit(Printed):
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
         if self.marginal is not None and self.target.sampled:
-            return self.marginal.diagnose(**options)
+            return replace(self.marginal.diagnose(**options), extrapolated=self.extrapolated)
         known: dict[str, Any] = {}
         is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
         modes = None if self.marginal is not None or is_network else self.modes
@@ -379,7 +386,8 @@ class Fit(Printed):
         options = known | options
         draws = self._posterior(options.get("num_samples") or EFFORT.num_samples)
         found = diagnose(self.target, draws, **options)
-        return replace(found, held_out=next(reversed(self.held_out.values()), None))
+        held_out = next(reversed(self.held_out.values()), None)
+        return replace(found, held_out=held_out, extrapolated=self.extrapolated)
 
     @_by_own_parameters
     def compare(self, reference: Any, **options: Any) -> Comparison:

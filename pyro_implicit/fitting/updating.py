@@ -219,6 +219,7 @@ class JointPrior:
     ) -> None:
         self.density, self.shapes, self.transforms = density, dict(shapes), dict(transforms)
         self.others = ""  # names sites of one model only
+        self.least = -math.inf  # the smallest log-density of the draws to which it was fitted
 
     def __repr__(self) -> str:
         number = self.density.mixture_distribution.probs.shape[-1]
@@ -283,7 +284,21 @@ class JointPrior:
             def at(points: Tensor) -> Tensor:
                 return log_prob(constrained_parts(points, shapes, transforms))
 
-        return cls(normal_mixture(points, policy, at), shapes, transforms)
+        prior = cls(normal_mixture(points, policy, at), shapes, transforms)
+        prior.least = prior.density.log_prob(points).min().item()
+        return prior
+
+    @torch.no_grad()
+    def share_beyond(self, values: Mapping[str, Tensor]) -> float:
+        """Return the share of values beyond all draws to which this prior was fitted.
+
+        There the prior is extrapolated: it is less than at each of those draws.
+
+        :param values: by site, ``(num, *shape)``.
+        """
+        parts = [self.transforms[name].inv(values[name]) for name in self.shapes]
+        points = torch.cat([part.reshape(len(part), -1) for part in parts], -1)
+        return (self.density.log_prob(points) < self.least).double().mean().item()
 
     def log_prob(self, values: Mapping[str, Tensor], event_dims: Mapping[str, int]) -> Tensor:
         """Return the log-density of values, whose dimensions on the left are particles.

@@ -17,7 +17,7 @@ from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
-from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
+from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, biject_to
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.density import Target
@@ -368,3 +368,37 @@ def test_another_model_is_refused_when_it_runs() -> None:
     prior = JointPrior.of_draws({"z": torch.randn(100)}, {"z": dist.constraints.real})
     with pytest.raises(ValueError, match=r"did not sample \['z'\]"):
         prior(conjugate)(torch.zeros(2))
+
+
+def test_the_share_beyond_the_earlier_draws_is_that_of_smaller_densities() -> None:
+    """The farthest of the earlier draws, in the normal's own units, is the bound."""
+    normal = MultivariateNormal(torch.zeros(1), torch.eye(1))
+    one = MixtureSameFamily(Categorical(torch.ones(1)), normal.expand([1]))
+    prior = JointPrior(one, {"x": torch.Size([])}, {"x": biject_to(dist.constraints.positive)})
+    values = torch.tensor([-2.5, -1.5, 0.0, 1.5, 3.0]).exp()
+    assert prior.share_beyond({"x": values}) == 0.0
+    prior.least = normal.log_prob(torch.tensor([2.0])).item()
+    assert prior.share_beyond({"x": values}) == 0.4
+    draws = {"x": torch.randn(1_000).exp()}
+    prior = JointPrior.of_draws(draws, {"x": dist.constraints.positive})
+    assert prior.share_beyond(draws) == 0.0
+    assert prior.share_beyond({"x": (6.0 + torch.randn(100)).exp()}) == 1.0
+
+
+def test_data_that_disagree_with_the_earlier_ones_are_not_trusted() -> None:
+    """The tails of the prior are guesses: the mean is off by two standard deviations here."""
+
+    def model(y: Tensor) -> None:
+        mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+    first = fit(model, "auto", torch.randn(20), seed=0, progress=False)
+    near = first.update(model, 0.5 + torch.randn(20), seed=0, progress=False)
+    assert near.extrapolated < 0.01 and near.diagnose().verdict == "trust"
+    with pytest.warns(UserWarning, match="the new data disagree with the earlier ones: 1"):
+        far = first.update(model, 5.0 + torch.randn(20), seed=0, progress=False)
+    found = far.diagnose()
+    assert found.verdict == "do not trust"
+    assert found.cures[0].startswith("fit of the earlier and the new data together")
