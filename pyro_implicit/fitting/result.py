@@ -344,7 +344,8 @@ class Fit(Printed):
         before, now = self.num_modes or 1, result.num_modes or 1
         if now < before:
             line.outcome += f"; {before} modes before the new data, {now} now"
-        share = prior.share_beyond(result.sample(policy.num_checked))
+        with seeded(options.get("seed")):
+            share = prior.share_beyond(result.sample(policy.num_checked))
         if share > VERDICT.extrapolated.check:
             warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
         result.extrapolated = share
