@@ -216,7 +216,7 @@ _SOME = {guide: (guide, elbo) for guide, elbo in _ALLOWED} | {
 }
 some_pairs = pytest.mark.parametrize(NAMES, sorted(set(_SOME.values())))
 _REFUSED = [pair for pair, why in PAIRS.items() if why and pair not in REFUSED]
-#: Refused by the kind of their sites, which is one check: one pair of each guide and of each ELBO.
+#: One check of the kind of their sites rules these out: one pair of each guide and each ELBO.
 _BY_KIND = {pair[0]: pair for pair in _REFUSED} | {pair[1]: pair for pair in reversed(_REFUSED)}
 refused = pytest.mark.parametrize(NAMES, [*sorted(set(_BY_KIND.values())), *REFUSED])
 guides = pytest.mark.parametrize("guide_name", GUIDES)

@@ -74,6 +74,7 @@ from pyro_implicit.runtime.sites import (
     is_discrete_latent,
     is_flat,
     is_latent,
+    joined_parts,
     site_parts,
     unplated_dims,
     without_sequential_plates,
@@ -511,8 +512,7 @@ class Target:
         :param draws: by site, ``(num_draws, *site_shape)``; further sites are ignored.
         :returns: ``(num_draws, latent_dim)``.
         """
-        parts = [self.transforms[name].inv(draws[name]) for name in self.shapes]
-        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=-1)
+        return joined_parts(self.transforms[name].inv(draws[name]) for name in self.shapes)
 
     # Log-density and derivatives
 

@@ -63,7 +63,8 @@ class Diagnosis(Printed):
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar improper: the scales with a flat prior whose draws have no end, else empty.
-    :ivar extrapolated: the share of draws beyond all those that ``Fit.update`` fitted its prior to.
+    :ivar extrapolated: the share of draws that lie beyond all draws to which ``Fit.update`` fitted
+        its prior.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
@@ -256,7 +257,7 @@ class Finding(NamedTuple):
 
 #: The reason why given draws have no weights.
 STORED = "stored draws"
-JOINTLY = "fit of the earlier and the new data together, or a model in which they may differ"
+JOINTLY = "one fit to the earlier and the new data, or a model in which they may differ"
 
 
 def far_from_prior(share: float) -> str:

@@ -662,7 +662,7 @@ class _JointDraws:
         latent, value, fault = self._marginal.draw(rest)
         self._latents.append(latent)
         self._faults.append(fault.masked_fill(~value.isfinite(), 0.0))
-        # Where scales vanish, rounding may make any value: one such draw would get all weight.
+        # Where scales vanish, rounding may make any value: one such draw would get all the weight.
         limits = self._marginal.policy
         is_wrong = ~(fault <= limits.max_fault)
         is_rare = is_wrong.double().mean() <= limits.max_faulty

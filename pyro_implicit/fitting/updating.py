@@ -32,6 +32,7 @@ from pyro_implicit.runtime.sites import (
     is_data,
     is_discrete_latent,
     is_latent,
+    joined_parts,
     names_in_plates_of,
     survives,
 )
@@ -276,7 +277,7 @@ class JointPrior:
         transforms = {name: biject_to(support) for name, support in supports.items()}
         parts = {name: transforms[name].inv(value.detach()) for name, value in draws.items()}
         shapes = {name: part.shape[1:] for name, part in parts.items()}
-        points = torch.cat([part.reshape(len(part), -1) for part in parts.values()], -1)
+        points = joined_parts(parts.values())
         points = points[points.isfinite().all(-1)]
         at = None
         if log_prob is not None:
@@ -296,8 +297,7 @@ class JointPrior:
 
         :param values: by site, ``(num, *shape)``.
         """
-        parts = [self.transforms[name].inv(values[name]) for name in self.shapes]
-        points = torch.cat([part.reshape(len(part), -1) for part in parts], -1)
+        points = joined_parts(self.transforms[name].inv(values[name]) for name in self.shapes)
         return (self.density.log_prob(points) < self.least).double().mean().item()
 
     def log_prob(self, values: Mapping[str, Tensor], event_dims: Mapping[str, int]) -> Tensor:

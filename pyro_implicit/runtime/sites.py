@@ -40,6 +40,7 @@ __all__ = [
     "is_discrete_latent",
     "is_flat",
     "is_latent",
+    "joined_parts",
     "names_in_plates_of",
     "owned_by",
     "put_into_store",
@@ -337,6 +338,20 @@ def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Te
         name: part.reshape(part.shape[:-1] + shape)
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
+
+
+def joined_parts(parts: Iterable[Tensor]) -> Tensor:
+    """Join the values of sites to vectors, the inverse of ``site_parts``.
+
+    **Example:**
+
+    >>> joined_parts([torch.zeros(5), torch.ones(5, 2, 3)]).shape
+    torch.Size([5, 7])
+
+    :param parts: ``(num, *site_shape)`` of each site.
+    :returns: ``(num, latent_dim)``.
+    """
+    return torch.cat([part.reshape(len(part), -1) for part in parts], -1)
 
 
 def constrained_parts(

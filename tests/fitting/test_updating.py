@@ -401,4 +401,4 @@ def test_data_that_disagree_with_the_earlier_ones_are_not_trusted() -> None:
         far = first.update(model, 5.0 + torch.randn(20), seed=0, progress=False)
     found = far.diagnose()
     assert found.verdict == "do not trust"
-    assert found.cures[0].startswith("fit of the earlier and the new data together")
+    assert found.cures[0].startswith("one fit to the earlier and the new data")

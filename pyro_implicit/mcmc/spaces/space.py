@@ -36,6 +36,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
 )
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
 from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.sites import joined_parts
 
 __all__ = [
     "ConditionalNoise",
@@ -277,7 +278,7 @@ class NoiseMap:
         for block in self.blocks:
             noise, more = block.to_noise(parts)
             parts, log_dets = parts | noise, log_dets | more
-        return _joined(parts), log_dets
+        return joined_parts(parts.values()), log_dets
 
     @torch.no_grad()
     def to_latent(self, points: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ class NoiseMap:
         parts = self._prior_noise(latent)
         for block in self.blocks:
             parts |= block.to_points(parts)
-        return _joined(parts)
+        return joined_parts(parts.values())
 
     def fitted_laws(
         self, latent: Tensor, laws: Sequence[Tensor], policy: SpacePolicy
@@ -350,10 +351,6 @@ class NoiseMap:
 
         values = self.target.constrain(latent) | self.target.read(latent, read)
         return self.noise.split(self.noise.unconstrain(values))
-
-
-def _joined(parts: dict[str, Tensor]) -> Tensor:
-    return torch.cat([part.reshape(len(part), -1) for part in parts.values()], -1)
 
 
 def dependent_sites(target: Target, point: Tensor) -> list[str]:
