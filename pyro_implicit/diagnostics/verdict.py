@@ -264,7 +264,7 @@ def far_from_prior(share: float) -> str:
     """Describe an update by data that disagree with the earlier ones."""
     return (
         f"the new data disagree with the earlier ones: {share:.0%} of the draws lie where the "
-        "earlier posterior had none, so that its tail was guessed"
+        "earlier posterior had none, so that the prior is a guess"
     )
 
 

@@ -560,7 +560,11 @@ class UpdatePolicy:
     components: tuple[int, ...] = (2, 4, 8, 16, 32)
 
     #: Draws of the new posterior that are compared with those of the earlier one.
-    num_checked: int = 1000
+    num_checked: int = 5000
+
+    #: Times that the prior may move to new draws that lie beyond the earlier ones. Data whose mean
+    #: has moved by five standard deviations needed two.
+    num_moves: int = 4
 
     #: Share of the draws that is held out.
     held_out: float = 1 / TeachPolicy.held_out_part

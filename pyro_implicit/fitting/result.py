@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -27,15 +26,14 @@ from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.diagnostics.policy import EFFORT, VERDICT
+from pyro_implicit.diagnostics.policy import EFFORT
 from pyro_implicit.diagnostics.quantities import Function
-from pyro_implicit.diagnostics.verdict import JOINTLY, far_from_prior
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import Learnt, describe, own_parameters, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
-from pyro_implicit.fitting.updating import JointPrior, log_prob_of, posterior_as_prior
+from pyro_implicit.fitting.updating import JointPrior, fit_update
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
@@ -43,12 +41,10 @@ from pyro_implicit.guides.sampler import Sampler, SitePlates, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
-from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
-from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts, warn_user
-from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.progress import Stage, new_stage, watching
+from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
+from pyro_implicit.runtime.progress import Stage, new_stage
 from pyro_implicit.runtime.sites import unplated_as_events
 
 __all__ = ["Fit"]
@@ -322,43 +318,16 @@ class Fit(Printed):
         :raises ValueError: also for latent variables whose supports depend on others.
         :returns: the result of ``fit``. Its first stage tells how close the prior is to this
             posterior, by k-hat and effective sample size of importance weights (unknown if the
-            prior has only some of the sites), and how many modes the new data have excluded.
+            prior has only some of the sites), and how many modes the new data have excluded. If the
+            new data disagree with the earlier ones, further stages are those of a second fit.
         """
-        policy = (options.get("policy") or self.policy).update
         if self.supports:
             raise ValueError(
                 f"update needs fixed supports, but that of latent '{self.supports[0]}' depends on "
                 "other latents. Cure: fit and update the model pyro.poutine.reparam(model, "
                 f"{{'{self.supports[0]}': pyro_implicit.SupportReparam()}})"
             )
-        audience = watching(False, options.get("callbacks", ()))
-        with seeded(options.get("seed")), audience, new_stage("prior") as line:
-            first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
-            prior = posterior_as_prior(
-                self, model, *args, *first, sites=sites, policy=policy, model_kwargs=model_kwargs
-            )
-            line.outcome = f"{prior}{self._loss_of(prior)}"
-        result = self._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **options)
-        result.prior = prior
-        result.stages.insert(0, line)
-        before, now = self.num_modes or 1, result.num_modes or 1
-        if now < before:
-            line.outcome += f"; {before} modes before the new data, {now} now"
-        with seeded(options.get("seed")):
-            share = prior.share_beyond(result.sample(policy.num_checked))
-        if share > VERDICT.extrapolated.check:
-            warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
-        result.extrapolated = share
-        return result
-
-    def _loss_of(self, prior: JointPrior) -> str:
-        log_prob = log_prob_of(self, prior.shapes)
-        if log_prob is None:
-            return ""
-        with torch.no_grad():
-            points = prior.density.sample(torch.Size((self.policy.choice.num_weighed,)))
-            log_weights = log_prob(prior.constrain(points)) - prior.density.log_prob(points)
-        return f"; {LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))}"
+        return fit_update(self, model, args, sites, model_kwargs, options)
 
     @_by_own_parameters
     def diagnose(self, **options: Any) -> Diagnosis:

@@ -8,7 +8,8 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyro
 import torch
@@ -23,10 +24,17 @@ from pyro_implicit.density import Target
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
+from pyro_implicit.diagnostics.policy import VERDICT
+from pyro_implicit.diagnostics.verdict import JOINTLY, far_from_prior
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.quadrature import NormalRule
-from pyro_implicit.runtime.messages import refuse_string
+from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.messages import refuse_string, warn_user
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import Stage, new_stage, watching
 from pyro_implicit.runtime.sites import (
     constrained_parts,
     is_data,
@@ -37,7 +45,10 @@ from pyro_implicit.runtime.sites import (
     survives,
 )
 
-__all__ = ["JointPrior", "log_prob_of", "normal_mixture", "posterior_as_prior"]
+if TYPE_CHECKING:
+    from pyro_implicit.fitting.result import Fit
+
+__all__ = ["JointPrior", "fit_update", "log_prob_of", "normal_mixture", "posterior_as_prior"]
 
 LogProb = Callable[[dict[str, Tensor]], Tensor]
 
@@ -92,8 +103,19 @@ def posterior_as_prior(
     :raises TypeError: for ``sites`` that are a string.
     :raises ImportError: without scikit-learn.
     """
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    return _prior_and_density(posterior, model, args, kwargs, sites, policy or DEFAULT.update)[0]
+
+
+def _prior_and_density(
+    posterior: Any,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sites: Collection[str] | None,
+    policy: UpdatePolicy,
+) -> tuple[JointPrior, LogProb | None]:
     refuse_string(sites=sites)
-    policy, kwargs = policy or DEFAULT.update, {**kwargs, **(model_kwargs or {})}
     source = posterior_of("posterior_as_prior", posterior)
     if callable(source):
         old_args, old_kwargs = getattr(posterior, "source", (None, (), {}))[1:]
@@ -114,7 +136,7 @@ def posterior_as_prior(
     log_prob = log_prob_of(posterior, names)
     prior = JointPrior.of_draws(shared, supports, policy, log_prob)
     prior.others = others
-    return prior
+    return prior, log_prob
 
 
 def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
@@ -221,6 +243,8 @@ class JointPrior:
         self.density, self.shapes, self.transforms = density, dict(shapes), dict(transforms)
         self.others = ""  # names sites of one model only
         self.least = -math.inf  # the smallest log-density of the draws to which it was fitted
+        self.level = 0.0  # the known log-density minus this one's, where it was fitted first
+        self.offset = 0.0  # added to the log-density, so that one that has moved keeps the evidence
 
     def __repr__(self) -> str:
         number = self.density.mixture_distribution.probs.shape[-1]
@@ -275,7 +299,33 @@ class JointPrior:
             ``(num,)``, up to a constant.
         """
         transforms = {name: biject_to(support) for name, support in supports.items()}
-        parts = {name: transforms[name].inv(value.detach()) for name, value in draws.items()}
+        return cls._fitted(draws, transforms, policy, log_prob)
+
+    def moved(
+        self, draws: Mapping[str, Tensor], log_prob: LogProb, policy: UpdatePolicy = DEFAULT.update
+    ) -> JointPrior:
+        """Return this prior, fitted to the log-density where ``draws`` lie.
+
+        Only there its density is that of the earlier posterior; its own draws are others.
+
+        :param draws: by site, ``(num_draws, *shape)``.
+        :param log_prob: as for :meth:`of_draws`.
+        :param policy: the numbers of components.
+        """
+        prior = self._fitted(draws, self.transforms, policy, log_prob)
+        prior.others, prior.offset = self.others, prior.level - self.level
+        prior.level = self.level
+        return prior
+
+    @classmethod
+    def _fitted(
+        cls,
+        draws: Mapping[str, Tensor],
+        transforms: Mapping[str, Any],
+        policy: UpdatePolicy,
+        log_prob: LogProb | None,
+    ) -> JointPrior:
+        parts = {name: transforms[name].inv(draws[name].detach()) for name in transforms}
         shapes = {name: part.shape[1:] for name, part in parts.items()}
         points = joined_parts(parts.values())
         points = points[points.isfinite().all(-1)]
@@ -287,6 +337,9 @@ class JointPrior:
 
         prior = cls(normal_mixture(points, policy, at), shapes, transforms)
         prior.least = prior.density.log_prob(points).min().item()
+        if at is not None:
+            some = points[: policy.num_matched // 2]
+            prior.level = (at(some) - prior.density.log_prob(some)).mean().item()
         return prior
 
     @torch.no_grad()
@@ -299,6 +352,27 @@ class JointPrior:
         """
         points = joined_parts(self.transforms[name].inv(values[name]) for name in self.shapes)
         return (self.density.log_prob(points) < self.least).double().mean().item()
+
+    @torch.no_grad()
+    def share_lost(self, values: Mapping[str, Tensor], log_prob: LogProb) -> float:
+        """Return the share of draws that the error of this prior costs, where its density is known.
+
+        It is one minus the effective sample size of their weights p / q.
+
+        :param values: by site, draws from a posterior with this prior, ``(num, *shape)``.
+        :param log_prob: as for :meth:`of_draws`.
+        """
+        points = joined_parts(self.transforms[name].inv(values[name]) for name in self.shapes)
+        return 1 - self._weights(points, log_prob).efficiency
+
+    @torch.no_grad()
+    def loss(self, num: int, log_prob: LogProb) -> LogWeights:
+        """Return weights p / q of ``num`` own draws, which tell how close this prior is."""
+        return self._weights(self.density.sample(torch.Size((num,))), log_prob)
+
+    def _weights(self, points: Tensor, log_prob: LogProb) -> LogWeights:
+        log_weights = log_prob(self.constrain(points)) - self.density.log_prob(points)
+        return LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))
 
     def log_prob(self, values: Mapping[str, Tensor], event_dims: Mapping[str, int]) -> Tensor:
         """Return the log-density of values, whose dimensions on the left are particles.
@@ -321,7 +395,7 @@ class JointPrior:
             total = total + log_det.reshape(*lead, -1).sum(-1)
         batch = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
         point = torch.cat([part.expand(*batch, -1) for part in parts], -1)
-        return self.density.log_prob(point) - total
+        return self.density.log_prob(point) + self.offset - total
 
     def sample(self, num: int) -> dict[str, Tensor]:
         """Draw values by site, ``(num, *shape)``."""
@@ -330,6 +404,57 @@ class JointPrior:
     def constrain(self, points: Tensor) -> dict[str, Tensor]:
         """Map unconstrained vectors ``(num, d)`` to values by site, ``(num, *shape)``."""
         return constrained_parts(points, self.shapes, self.transforms)
+
+
+def fit_update(
+    earlier: Fit,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    sites: Collection[str] | None,
+    model_kwargs: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> Fit:
+    """Fit new data with the posterior of earlier data as the prior (:meth:`Fit.update`).
+
+    If the new draws lie beyond those of the earlier posterior, the prior there was a guess. Where
+    the earlier log-density is known, the prior moves there, and the new data are fitted again.
+    """
+    policy = (options.get("policy") or earlier.policy).update
+    limit, seed = TimeLimit(options.get("max_seconds")), options.get("seed")
+    quiet = functools.partial(watching, False, options.get("callbacks", ()))
+    with seeded(seed), quiet(), new_stage("prior") as line:
+        first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
+        prior, log_prob = _prior_and_density(
+            earlier, model, (*args, *first), model_kwargs or {}, sites, policy
+        )
+        line.outcome = str(prior)
+        if log_prob is not None:
+            line.outcome += f"; {prior.loss(earlier.policy.choice.num_weighed, log_prob)}"
+    stages: list[Stage] = []
+    for number in range(policy.num_moves + 1):
+        own = {**options, "max_seconds": limit.seconds()}
+        if number and own.get("checkpoint") is not None:
+            own["checkpoint"] = Path(own["checkpoint"], f"moved-{number}")
+        result = earlier._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **own)
+        stages += [line, *result.stages]
+        with seeded(seed):
+            draws = result.sample(policy.num_checked)
+        share = prior.share_beyond(draws)
+        if number and log_prob is not None:
+            share = max(share, prior.share_lost(draws, log_prob))
+        is_last = number == policy.num_moves or limit.is_over() or result.interrupted
+        if log_prob is None or is_last or share <= VERDICT.extrapolated.check:
+            break
+        with seeded(seed), quiet(), new_stage("prior") as line:
+            prior = prior.moved(draws, log_prob, policy)
+            line.outcome = f"{prior}, moved: it was a guess for {share:.0%} of the new draws"
+    before, now = earlier.num_modes or 1, result.num_modes or 1
+    if now < before:
+        stages[0].outcome += f"; {before} modes before the new data, {now} now"
+    if share > VERDICT.extrapolated.check:
+        warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
+    result.stages[:], result.prior, result.extrapolated = stages, prior, share
+    return result
 
 
 def normal_mixture(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyro
@@ -27,6 +28,7 @@ from pyro_implicit.fitting import (
     HierarchyPolicy,
     JointPrior,
     UpdatePolicy,
+    log_evidence,
     posterior_as_prior,
     updating,
 )
@@ -385,20 +387,92 @@ def test_the_share_beyond_the_earlier_draws_is_that_of_smaller_densities() -> No
     assert prior.share_beyond({"x": (12.0 + torch.randn(100)).exp()}) == 1.0
 
 
+def test_the_share_lost_is_one_minus_the_effective_sample_size() -> None:
+    """Weights exp(d x - d^2 / 2) of draws from a standard normal have the share exp(-d^2)."""
+    one = MixtureSameFamily(
+        Categorical(torch.ones(1)), MultivariateNormal(torch.zeros(1, 1), torch.eye(1))
+    )
+    prior = JointPrior(one, {"x": torch.Size([])}, {"x": biject_to(dist.constraints.real)})
+    draws = {"x": torch.randn(20_000, generator=torch.Generator().manual_seed(0))}
+    truth = dist.Normal(0.5, 1.0)
+    lost = prior.share_lost(draws, lambda values: truth.log_prob(values["x"]))
+    assert abs(lost - (1 - math.exp(-0.25))) < 0.01
+
+
+def test_a_prior_that_moves_keeps_its_constant() -> None:
+    """Far from its first draws it still is the earlier density, which is known up to 7 nats."""
+    torch.set_default_dtype(torch.float64)
+    truth = dist.Gamma(5.0, 4.0)
+
+    def log_prob(values: dict[str, Tensor]) -> Tensor:
+        return 7.0 + truth.log_prob(values["rate"]) + values["rate"].log()
+
+    supports = {"rate": dist.constraints.positive}
+    policy = UpdatePolicy(num_matched=2_000)
+    first = JointPrior.of_draws({"rate": truth.sample((2_000,))}, supports, policy, log_prob)
+    assert first.offset == 0.0
+    twice = first
+    for center in (4.0, 6.0):  # the posterior's mean is 1.25, its standard deviation .56
+        far = {"rate": center + 0.3 * torch.rand(2_000)}
+        twice = twice.moved(far, log_prob, policy)
+        found = twice.log_prob(far, {"rate": 0})
+        torch.testing.assert_close(found, truth.log_prob(far["rate"]), atol=0.02, rtol=0.0)
+
+
+def rates(y: Tensor) -> None:
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+def test_the_prior_moves_to_data_that_disagree(tmp_path: Path) -> None:
+    """The exact posterior is Gamma(2 + sum, 1 + rows); its evidence is known, too."""
+    y = torch.tensor([1.0, 0.0, 2.0, 9.0, 12.0, 10.0])
+    first = fit(rates, "auto", y[:3], seed=0, progress=False)
+    options = {"seed": 0, "progress": False, "checkpoint": tmp_path}
+    second = first.update(rates, y[3:], **options)
+    exact = dist.Gamma(2.0 + y.sum(), 1.0 + len(y))
+    draws = second.sample(10_000)["rate"]
+    assert abs(draws.mean() - exact.mean) < 0.05 * exact.stddev
+    assert abs(draws.std() / exact.stddev - 1) < 0.05
+    assert second.extrapolated < 0.01
+    names = [stage.name for stage in second.stages]
+    assert names.count("prior") > 1
+    assert names.count("prior") == names.count("search")
+    assert "moved: it was a guess" in second.stages[names.index("prior", 1)].outcome
+    assert (tmp_path / "moved-1").is_dir()
+    before = dist.Gamma(2.0 + y[:3].sum(), 4.0)
+    at = torch.tensor(5.0)  # Bayes' theorem at any rate
+    likelihood = dist.Poisson(at).log_prob(y[3:]).sum()
+    evidence = before.log_prob(at) + likelihood - exact.log_prob(at)
+    assert abs(log_evidence(second).value - evidence) < 0.05
+
+
+def test_moves_share_the_time_and_end_when_nothing_is_lost(monkeypatch) -> None:
+    first = fit(rates, "auto", torch.ones(3), seed=0, progress=False)
+    limits, beyond, lost = [], iter([1.0, 0.0, 0.0]), iter([0.5, 0.0])
+
+    def fit_again(*args: object, max_seconds: float, **options: object) -> Fit:
+        limits.append(max_seconds)
+        return copy.copy(first)
+
+    monkeypatch.setattr(Fit, "_fit", staticmethod(fit_again))
+    monkeypatch.setattr(JointPrior, "share_beyond", lambda *args: next(beyond))
+    monkeypatch.setattr(JointPrior, "share_lost", lambda *args: next(lost))
+    result = first.update(rates, torch.ones(3), max_seconds=1_000.0)
+    assert result.extrapolated == 0.0
+    assert 1_000.0 > limits[0] > limits[1] > limits[2]
+
+
 def test_data_that_disagree_with_the_earlier_ones_are_not_trusted() -> None:
-    """The tails of the prior are guesses: the mean is off by two standard deviations here."""
-
-    def model(y: Tensor) -> None:
-        mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
-        scale = pyro.sample("scale", dist.HalfNormal(1.0))
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(mean, scale), obs=y)
-
-    first = fit(model, "auto", torch.randn(20), seed=0, progress=False)
-    near = first.update(model, 0.5 + torch.randn(20), seed=0, progress=False)
+    """The tail of a prior that must not move is a guess."""
+    y = torch.tensor([1.0, 0.0, 2.0, 30.0, 36.0, 33.0])
+    first = fit(rates, "auto", y[:3], seed=0, progress=False)
+    first.policy = replace(first.policy, update=UpdatePolicy(num_moves=0))
+    near = first.update(rates, torch.tensor([1.0, 2.0]), seed=0, progress=False)
     assert near.extrapolated < 0.01 and near.diagnose().verdict == "trust"
     with pytest.warns(UserWarning, match="the new data disagree with the earlier ones: 1"):
-        far = first.update(model, 5.0 + torch.randn(20), seed=0, progress=False)
+        far = first.update(rates, y[3:], seed=0, progress=False)
     found = far.diagnose()
     assert found.verdict == "do not trust"
     assert found.cures[0].startswith("one fit to the earlier and the new data")
