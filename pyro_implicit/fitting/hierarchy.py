@@ -111,6 +111,7 @@ def _fit(stages: Stages) -> Fit:
     draws, log_weights = _weigh(stages, target, modes)
     if log_weights is not None and not policy.accepts(log_weights):
         draws = _refine(stages, target, draws, log_weights)
+    draws = draws[torch.randperm(len(draws))]  # evenly spaced Sobol points share their digits
     values = target.constrain(draws)
     result.guide, result.chosen = AutoHierarchical(stages.model, StoredDraws(values)), "conditional"
     return result
@@ -238,8 +239,8 @@ def _weigh(
     """Return draws of the Gaussians at the modes, corrected by importance weights.
 
     With many groups each weight is expensive, but the posterior is close to normal: a few even
-    weights move mean and covariance of the draws. If they are uneven, the draws are resampled by
-    more weights.
+    weights move mean and covariance of the draws. If they are uneven, or more are cheap, the draws
+    are resampled by more weights.
     """
     policy, result, limit = stages.policy.hierarchy, stages.result, stages.limit
     draws, _ = _sobol(modes, policy.num_draws)
@@ -251,7 +252,8 @@ def _weigh(
         few, most = policy.num_weighed
         few = max(few, 2 ** math.ceil(math.log2(policy.weighed_per_dim * target.latent_dim)))
         points, found = _log_weights(target, modes, few, few, limit)
-        if len(modes.loc) == 1 and found.efficiency > policy.near_normal:
+        is_cheap = most * target.num_evaluations <= policy.cheap_evaluations
+        if len(modes.loc) == 1 and found.efficiency > policy.near_normal and not is_cheap:
             line.outcome = f"moments by {few} weights, effective sample size {found.efficiency:.1%}"
             return _moved(draws, points, found.smoothed.log_weights.exp()), found
         if _is_late(limit, draws):
@@ -306,9 +308,15 @@ def _log_weights(
 
 
 def _sobol(modes: Modes, number: int) -> tuple[Tensor, Tensor]:
-    """Return Sobol points of the mixture of Gaussians, and their log-density."""
+    """Return Sobol points of the mixture of Gaussians, and their log-density.
+
+    They are mirrored pairs: the skewness of the posterior then does not change a covariance that
+    few of their weights estimate.
+    """
     q = NormalMixture.of(modes.elbo, modes.loc, modes.scale_tril)
-    noise = normal_draws(number, modes.loc.shape[-1], modes.loc)
+    seed = int(torch.randint(2**31, ()))
+    half = normal_draws(number // 2, modes.loc.shape[-1], modes.loc, seed)
+    noise = torch.stack([half, -half], 1).flatten(0, 1)
     which = torch.zeros(number, dtype=torch.long, device=noise.device)
     if len(modes.loc) > 1:
         levels = (torch.randperm(number, device=noise.device) + 0.5) / number

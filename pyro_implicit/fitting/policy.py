@@ -643,6 +643,11 @@ class HierarchyPolicy:
     #: and covariance: for a skewness of 0.2 it is 0.993.
     near_normal: float = EVEN_EFFICIENCY
 
+    #: Evaluations (densities of a group at a node) of all ``num_weighed``, about three seconds, up
+    #: to which they are computed although the first ones are even. With 100 groups of counts, the
+    #: standard deviations by 32 even weights were 4 to 6% too small.
+    cheap_evaluations: float = 1.5e7
+
     #: Most groups for which chains run after uneven weights.
     most_chained: int = 10_000
 
