@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.kernels import mclmc
 from pyro_implicit.mcmc.kernels.hmc import Averaging
-from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, gradients_of, path
+from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, gradients_of, path, refreshed
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MAMSPolicy
 from pyro_implicit.ops.ensemble_hmc import Score, chosen
 
@@ -58,7 +58,9 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     of the energy errors of the deterministic steps. The refreshments of the direction between them
     do not count, because they leave the uniform distribution of directions invariant and are
     reversible. An accepted path keeps its direction, and a rejected one reverses it, as in
-    generalised Hamiltonian Monte Carlo. So the decoherence length may exceed the path.
+    generalised Hamiltonian Monte Carlo. So the decoherence length may exceed the path. The
+    refreshment after the last step is made after the decision, by all chains: one by the accepted
+    chains alone would not leave the density invariant.
 
     **Example:**
 
@@ -92,7 +94,7 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     acceptance = (-change).clamp(max=0.0).exp()
     accepted = torch.rand_like(acceptance) < acceptance
     kept = chosen(accepted, after, state._replace(direction=-state.direction))
-    return kept, Info(acceptance, change, gradients_of(settings.path))
+    return refreshed(kept, settings.path), Info(acceptance, change, gradients_of(settings.path))
 
 
 @dataclass(frozen=True)

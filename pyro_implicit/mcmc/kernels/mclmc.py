@@ -117,22 +117,25 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     error = squares / (settings.num_steps * state.position.shape[-1])
     is_finite = (error < settings.max_error) & after.gradient.isfinite().all(-1)
     back = state._replace(direction=_unit(torch.randn_like(state.direction)))
-    kept = chosen(is_finite, after, back)
+    kept = chosen(is_finite, refreshed(after, settings), back)
     return kept, Info(error.masked_fill(~is_finite, math.inf), gradients_of(settings))
 
 
 def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor, Tensor]:
-    """Follow the dynamics of :func:`step` for ``num_steps`` steps.
+    """Follow the dynamics of :func:`step` for ``num_steps`` steps, refreshed between them.
+
+    Its reverse is a path of the same kind; a refreshment at one end only would break this.
 
     :returns: the end, and the sums of the squared and of the signed energy errors of the steps,
         ``(num_chains,)``; not finite in chains that leave the finite numbers.
     """
-    size, scale, dim = settings.step_size, settings.scale, state.position.shape[-1]
-    spread = (torch.expm1(2 * size / settings.length) / dim).sqrt()
+    size, scale = settings.step_size, settings.scale
     position, direction, log_density, gradient = state
     squares = total = torch.zeros_like(log_density)
     outer = 0.1931833275037836  # lambda, a mathematical constant
-    for _ in range(settings.num_steps):
+    for number in range(settings.num_steps):
+        if number:
+            direction = _refreshed(direction, settings)
         before = log_density
         direction, first = _kick(direction, scale * gradient, outer * size)
         position = position + size / 2 * scale * direction
@@ -143,8 +146,17 @@ def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor,
         direction, third = _kick(direction, scale * gradient, outer * size)
         error = first + second + third + before - log_density
         squares, total = squares + error.square(), total + error
-        direction = _unit(direction + spread * torch.randn_like(direction))
     return State(position, direction, log_density, gradient), squares, total
+
+
+def refreshed(state: State, settings: Settings) -> State:
+    """Refresh the directions partially, as one step does."""
+    return state._replace(direction=_refreshed(state.direction, settings))
+
+
+def _refreshed(direction: Tensor, settings: Settings) -> Tensor:
+    variance = torch.expm1(2 * settings.step_size / settings.length) / direction.shape[-1]
+    return _unit(direction + variance.sqrt() * torch.randn_like(direction))
 
 
 def gradients_of(settings: Settings) -> int:
