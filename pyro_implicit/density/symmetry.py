@@ -42,7 +42,7 @@ from pyro_implicit.ops.permutations import (
     separating_key,
     trial_members,
 )
-from pyro_implicit.runtime.global_state import same_streams
+from pyro_implicit.runtime.global_state import same_streams, seeded
 from pyro_implicit.runtime.sites import innermost_support, site_parts
 
 __all__ = ["Place", "Symmetries", "Symmetry", "confirmed", "find_symmetries"]
@@ -277,8 +277,7 @@ def find_symmetries(
     is_slow = SYMMETRY.num_runs * (time.perf_counter() - began) > max_seconds
     if target.sampled or not places or is_slow:
         return none
-    with same_streams(target.init_loc.device):
-        torch.manual_seed(0)
+    with seeded(0, target.init_loc.device):
         try:
             number = SYMMETRY.num_points
             counts = range(SYMMETRY.most_blocks + 1)

@@ -69,7 +69,7 @@ class Checkpoint:
                 f"the checkpoint {self.path} is of a run with {content['settings']}, but this one "
                 f"has {self.settings}. Cure: another file, or the same settings"
             )
-        restore_random_streams(content["random"])
+        restore_random_streams(content["random"], device)
         return content["chains"]
 
 

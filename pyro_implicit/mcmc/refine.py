@@ -282,7 +282,7 @@ def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
     if chains is not None:
         streams = random_streams()  # those of the chains
         space = space_of(plan, chains.space, chains.middle, chains.fitted)
-        restore_random_streams(streams)
+        restore_random_streams(streams, target.init_loc.device)
     else:
         space, chains = start_chains(plan)
         chains.max_gradients, chains.patience = plan.max_gradients, plan.patience
@@ -410,7 +410,7 @@ def continue_chains(
                     "the guide, on whose noise these chains walk, has changed since. Cure: "
                     "refine(model, result.get_samples(), ...), which starts from these draws"
                 )
-        restore_random_streams(chains.streams)
+        restore_random_streams(chains.streams, target.init_loc.device)
         return _walk(plan, space, further, Checkpoint())
 
 

@@ -280,9 +280,11 @@ if hasattr(os, "fork"):  # a thread that does not exist in the child may hold th
 
 
 def random_streams() -> dict[str, Any]:
-    """Return the states of all random number generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": get_rng_state(), "cuda": cuda}
+    """Return the states of all random number generators, without waking a GPU."""
+    return {
+        "cpu": get_rng_state(),
+        "cuda": {gpu: torch.cuda.get_rng_state(gpu) for gpu in _gpus(None)},
+    }
 
 
 def states_on_cpu(states: Any) -> Any:
@@ -294,12 +296,17 @@ def states_on_cpu(states: Any) -> Any:
     return map_tree(lambda one: one.cpu() if isinstance(one, Tensor) else one, states)
 
 
-def restore_random_streams(states: dict[str, Any]) -> None:
-    """Restore the states that :func:`random_streams` returned."""
+def restore_random_streams(states: dict[str, Any], device: torch.device | None = None) -> None:
+    """Restore the states that :func:`random_streams` returned.
+
+    :param states: the states.
+    :param device: the only device that is drawn on besides the CPU; ``None`` if unknown.
+    """
     states = states_on_cpu(states)
     set_rng_state(states["cpu"])
-    if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    for gpu in _gpus(device):
+        if gpu in states["cuda"]:
+            torch.cuda.set_rng_state(states["cuda"][gpu], gpu)
 
 
 class _Parameter(IntEnum):

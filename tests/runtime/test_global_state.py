@@ -16,9 +16,16 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, fit, refine
-from pyro_implicit.density import cost
+from pyro_implicit.density import Target, cost
+from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.mcmc import refine_by_minibatches
-from pyro_implicit.runtime.global_state import same_streams, seeded, single_thread
+from pyro_implicit.runtime.global_state import (
+    random_streams,
+    restore_random_streams,
+    same_streams,
+    seeded,
+    single_thread,
+)
 
 
 @pytest.fixture
@@ -72,6 +79,19 @@ def test_of_a_known_device_no_other_is_touched(gpus):
         assert torch.rand((), generator=gpus[1]) == inside
 
 
+def test_restored_streams_are_those_of_the_device(gpus):
+    streams = random_streams()
+    expected = drawn(gpus)
+    restore_random_streams(streams, torch.device("cuda:1"))
+    first, zero, one = drawn(gpus)
+    assert first == expected[0] and zero != expected[1] and one == expected[2]
+    restore_random_streams(streams, torch.device("cpu"))
+    first, zero, one = drawn(gpus)
+    assert first == expected[0] and zero != expected[1] and one != expected[2]
+    restore_random_streams(streams)
+    assert torch.equal(drawn(gpus), expected)
+
+
 def everywhere():
     """A number of each global stream."""
     return torch.rand(()).item(), np.random.rand(), random.random()  # noqa: NPY002
@@ -123,6 +143,22 @@ def model(y):
 
 
 Y = torch.linspace(-1.0, 2.0, 8)
+
+
+def mixture():
+    loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(loc.sum(-1), 1.0), obs=torch.tensor(1.0))
+
+
+def test_a_search_on_the_cpu_seeds_no_gpu(gpus, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(1)
+    assert seeds == [1]  # torch's own function seeds all of them
+    assert len(find_symmetries(Target(mixture)).groups) == 1
+    assert seeds == [1]
+
+
 SEEDED = {
     "fit": lambda seed: fit(model, "auto", Y, seed=seed, progress=False).bounds,
     "fit by minibatches": lambda seed: fit(
