@@ -81,7 +81,7 @@ def difference_estimate(surrogate: Tensor, chosen: Tensor, values: Tensor) -> Di
     total = surrogate.sum() + number * rest.mean()
     variance = (1 - part / number) * rest.var() / part
     squares = surrogate.square().mean() + (values.square() - surrogate[chosen].square()).mean()
-    spread = squares - (total / number).square()
+    spread = squares - (total / number).square() + variance  # the square of a mean is too large
     if spread <= 0:
         spread = values.var()
     return DifferenceEstimate(

@@ -54,6 +54,19 @@ def test_the_estimate_is_unbiased_and_its_error_that_of_repeated_samples():
     assert spreads.mean() == pytest.approx(data, rel=0.03)
 
 
+def test_the_variance_of_the_data_is_unbiased():
+    """Without the variance of the estimated mean, it would be five standard errors too small."""
+    torch.manual_seed(0)
+    exact = torch.randn(400, dtype=torch.float64)
+    surrogate, found = exact + 0.7 * torch.randn(400, dtype=torch.float64), []
+    for _ in range(8_000):
+        chosen = torch.randperm(400)[:20]
+        found.append(difference_estimate(surrogate, chosen, exact[chosen]).error ** 2 / 400)
+    variances = torch.tensor(found)
+    error = variances.std() / math.sqrt(len(found))
+    assert abs(variances.mean() - exact.var(correction=0)) < 3 * error
+
+
 def test_all_observations_leave_no_error_of_subsampling():
     values = torch.randn(20, dtype=torch.float64)
     found = difference_estimate(torch.zeros(20), torch.arange(20), values)
@@ -61,7 +74,7 @@ def test_all_observations_leave_no_error_of_subsampling():
 
 
 def test_a_negative_variance_is_that_of_the_chosen_ones():
-    """The unbiased estimate is 0.505 + (0.01 - 1)."""
+    """The unbiased estimate is 0.505 + (0.01 - 1) + 0, where both differences are equal."""
     surrogate = torch.tensor([1.0, -1.0, 0.1, -0.1]).double()
     found = difference_estimate(surrogate, torch.tensor([0, 1]), torch.tensor([0.1, -0.1]).double())
     assert found.error == pytest.approx(math.sqrt(4 * 0.02))
