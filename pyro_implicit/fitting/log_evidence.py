@@ -66,7 +66,11 @@ def log_evidence(result: Fit) -> LogEvidence:
     2. Overstall and Forster (2010), *Default Bayesian model determination methods for generalised
        linear mixed models* (the proposal).
     """
-    target = result.target
+    with result.own_parameters():
+        return _log_evidence(result, result.target)
+
+
+def _log_evidence(result: Fit, target: Target) -> LogEvidence:
     for name, site in target.trace_at(target.init_loc).nodes.items():
         if name in target.shapes and is_flat(site["fn"]):
             raise ValueError(

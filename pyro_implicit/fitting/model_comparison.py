@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from os import PathLike
@@ -241,10 +242,11 @@ def compare_models(
     with watching(progress):
         if folds is None:
             for name, one in results.items():
-                target = one.target if batches is None else None
-                loo[name] = leave_one_out(
-                    target, found[name], max_seconds, one.resampling_efficiency
-                )
+                with one.own_parameters():
+                    target = one.target if batches is None else None
+                    loo[name] = leave_one_out(
+                        target, found[name], max_seconds, one.resampling_efficiency
+                    )
             elpd = {name: one.elpd for name, one in loo.items()}
         else:
             elpd = _k_fold(results, found, folds, executor, dict(fit_options or {}))
@@ -266,9 +268,10 @@ def compare_models(
             continue
         try:
             _, args, kwargs = one.source
-            bounds[name] = evidence_bound(
-                one.model, one.guide, *args, progress=False, model_kwargs=kwargs
-            )
+            with one.own_parameters():
+                bounds[name] = evidence_bound(
+                    one.model, one.guide, *args, progress=False, model_kwargs=kwargs
+                )
         except (TypeError, ValueError):
             pass  # the guide has no density
     return ModelComparison(table, elpd, labels, loo, values, bounds, notes)
@@ -291,15 +294,16 @@ def _refuse_results(results: Mapping[str, Fit]) -> None:
 def pointwise_of(name: str, result: Fit) -> Pointwise:
     """Return draws of a result with the log-likelihood of each observation; errors name it."""
     try:
-        target, number = result.target, DECISIONS.num_draws
-        few = result.draws_by_chain(number)
-        refuse_point(few)
-        is_cheap = result.refined is not None or result.correction is not None
-        if is_cheap and target.is_vectorized:
-            sites = observed_sites(target, {name: value[0] for name, value in few.items()})
-            size = sum(int(site.used.sum()) for site in sites.values())
-            number = max(number, min(DECISIONS.most_draws, DECISIONS.max_numbers // size))
-        return Pointwise.of(target, result.draws_by_chain(number))
+        with result.own_parameters():
+            target, number = result.target, DECISIONS.num_draws
+            few = result.draws_by_chain(number)
+            refuse_point(few)
+            is_cheap = result.refined is not None or result.correction is not None
+            if is_cheap and target.is_vectorized:
+                sites = observed_sites(target, {name: value[0] for name, value in few.items()})
+                size = sum(int(site.used.sum()) for site in sites.values())
+                number = max(number, min(DECISIONS.most_draws, DECISIONS.max_numbers // size))
+            return Pointwise.of(target, result.draws_by_chain(number))
     except (TypeError, ValueError) as error:
         raise type(error)(f"model '{name}': {error}") from error
 
@@ -369,7 +373,7 @@ def _subsamples(
         for name, one in results.items():
             _, args, kwargs = one.source
             targets[name] = Target.of_minibatches(
-                one.model, *args, batch=stream.probed[0], model_kwargs=kwargs
+                _with_own_parameters(one), *args, batch=stream.probed[0], model_kwargs=kwargs
             )
         return subsample_batches(targets, draws, batches, number)
     for name, one in results.items():
@@ -380,12 +384,26 @@ def _subsamples(
             )
     order, parts = None, {}
     for name, one in results.items():
-        sites = observed_sites(one.target, {k: value[0] for k, value in draws[name].items()})
-        size = sum(int(site.used.sum()) for site in sites.values())
-        if order is None or len(order) != size:  # other data are refused later
-            order = torch.randperm(size, device="cpu")
-        parts[name] = subsample_observations(one.target, draws[name], order, number)
+        with one.own_parameters():
+            sites = observed_sites(one.target, {k: value[0] for k, value in draws[name].items()})
+            size = sum(int(site.used.sum()) for site in sites.values())
+            if order is None or len(order) != size:  # other data are refused later
+                order = torch.randperm(size, device="cpu")
+            parts[name] = subsample_observations(one.target, draws[name], order, number)
     return parts
+
+
+def _with_own_parameters(result: Fit) -> Callable[..., Any]:
+    """Return the model of a result; each run has the parameters of its fit."""
+    if not result.parameters:
+        return result.model
+
+    @functools.wraps(result.model, updated=())
+    def model(*args: Any, **kwargs: Any) -> Any:
+        with result.own_parameters():
+            return result.model(*args, **kwargs)
+
+    return model
 
 
 def _extrapolated(table: Any, parts: Mapping[str, Subsample], elpd: Mapping[str, Tensor]) -> Any:

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def _by_own_parameters(method: M) -> M:
 
     @functools.wraps(method)
     def inside(self: Fit, *args: Any, **kwargs: Any) -> Any:
-        with own_parameters(self.parameters, self.source[0]):
+        with self.own_parameters():
             return method(self, *args, **kwargs)
 
     return cast(M, inside)
@@ -133,6 +133,29 @@ class Fit(Printed):
     prior: JointPrior | None = field(default=None, repr=False)
     extrapolated: float = 0.0
     policy: FitPolicy = field(default=DEFAULT, repr=False)
+
+    def own_parameters(self) -> AbstractContextManager[None]:
+        """Give the model the parameters of this fit for a while, as the methods of a result do.
+
+        Another fit of the model, or other code, may have changed its modules and Pyro's store.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_implicit import fit
+        >>> def model(y):
+        ...     scale = pyro.param("scale", torch.tensor(1.0))
+        ...     pyro.sample("x", dist.Normal(y, scale))
+        >>> result = fit(model, "auto", torch.tensor(0.0), seed=0, progress=False)
+        >>> learnt = pyro.param("scale").item()
+        >>> pyro.param("scale").data.fill_(9.0)
+        tensor(9.)
+        >>> with result.own_parameters():
+        ...     pyro.param("scale").item() == learnt
+        True
+        """
+        return own_parameters(self.parameters, self.source[0])
 
     @cached_property
     def target(self) -> Target:
@@ -526,6 +549,7 @@ class Fit(Printed):
         return power_scaling(self.target, draws, prior_sites, quantities)
 
     @in_turn
+    @_by_own_parameters
     def draws_by_chain(self, num_draws: int) -> dict[str, Tensor]:
         """Return draws of the posterior by chain; independent draws in groups of equal size.
 
@@ -560,6 +584,7 @@ class Fit(Printed):
         return 1 / (1 + (1 - self.correction) / self.policy.correction.oversampling)
 
     @in_turn
+    @_by_own_parameters
     def to_datatree(
         self,
         num_samples: int | None = None,

@@ -144,14 +144,17 @@ def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
     out; None if it has other latents, or no data."""
     if getattr(posterior, "minibatches", True):  # or no result of fit
         return None
-    targets = [one.target for one in (posterior.marginal, posterior) if one is not None]
-    target = next((one for one in targets if set(one.shapes) == set(names)), None)
-    target = target or _integrated(posterior, set(names))
+    with posterior.own_parameters():
+        targets = [one.target for one in (posterior.marginal, posterior) if one is not None]
+        target = next((one for one in targets if set(one.shapes) == set(names)), None)
+        target = target or _integrated(posterior, set(names))
     if target is None:
         return None
 
     def log_prob(values: dict[str, Tensor]) -> Tensor:
-        return target.log_prob(target.unconstrain({name: values[name] for name in target.shapes}))
+        points = target.unconstrain({name: values[name] for name in target.shapes})
+        with posterior.own_parameters():
+            return target.log_prob(points)
 
     return log_prob
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pyro
@@ -17,11 +18,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta
+from torch.distributions import constraints
 
 from pyro_implicit import compare_models, fit, refine
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import Fit, log_evidence, model_comparison
+from pyro_implicit.fitting.parameters import learnt_parameters, own_parameters
+from pyro_implicit.fitting.updating import log_prob_of
 
 log_evidence_module = importlib.import_module("pyro_implicit.fitting.log_evidence")
 
@@ -221,3 +225,41 @@ def test_refused_input(results, monkeypatch):
 def test_results_and_weighted_models_can_be_sent_to_processes(comparison):
     again = pickle.loads(pickle.dumps(comparison))
     assert str(again) == str(comparison)
+
+
+def test_results_keep_their_own_parameters(results):
+    """Another fit that changes the parameter in Pyro's store changes none of these numbers."""
+
+    def model(y):
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
+        normal(y, scale)
+
+    scale = pyro.param("scale", torch.tensor(0.8), constraint=constraints.positive).detach().clone()
+    learnt = learnt_parameters(model, Y)
+    one = replace(results["scale 0.8"], source=(model, (Y,), {}), parameters=learnt)
+    pyro.get_param_store()["scale"] = torch.tensor(9.0)
+    found = compare_models({"one": one, "two": one}, seed=0, evidence=True)
+    exact = sum(exact_elpd(Y, row, scale) for row in range(len(Y))).item()
+    assert found.elpd["one"].sum().item() == pytest.approx(exact, abs=0.1)
+    evidence = exact_evidence(Y, scale)
+    assert found.evidence["one"].value == pytest.approx(evidence, abs=0.05)
+    assert found.bounds["one"].value == pytest.approx(evidence, abs=0.1)
+    few = compare_models({"one": one, "two": one}, seed=0, subsample=6)
+    assert few.table.elpd_loo["one"] == pytest.approx(exact, abs=0.5)
+    log_prob = log_prob_of(one, ["x"])({"x": torch.tensor([0.0, 2.0])}).diff().item()
+    density = dist.Normal(torch.tensor([0.0, 2.0]).unsqueeze(-1), scale).log_prob(Y).sum(-1)
+    assert log_prob == pytest.approx((density.diff() - 0.5).item(), abs=1e-3)
+    pytest.importorskip("arviz")
+    drawn = one.to_datatree(500, posterior_predictive=True).posterior_predictive["y"]
+    assert drawn.std().item() < 3 * scale
+    assert pyro.param("scale").item() == 9.0
+
+
+def test_minibatches_have_the_parameters_of_each_result():
+    one = SimpleNamespace(parameters={"scale": 1}, model=lambda: pyro.param("scale").item())
+    one.own_parameters = lambda: own_parameters(first, one.model)
+    pyro.param("scale", torch.tensor(1.0))
+    first = learnt_parameters(one.model)
+    pyro.param("scale").data.fill_(9.0)
+    assert model_comparison._with_own_parameters(one)() == 1.0
+    assert one.model() == 9.0
