@@ -289,7 +289,8 @@ class RowData:
 
     ``drawn_by_model`` is whether they have all rows, of which the model subsamples some, and
     ``index_place`` the argument with the indices of the rows, None if there is none. ``is_counted``
-    is whether the model numbers the rows of a call from 0 on.
+    is whether the model numbers the rows of a call from 0 on, in a plate of more rows. A plate of
+    as many rows as the first call has the size of each call: ``pyro.plate("rows", len(x))``.
 
     :param plate: the plate.
     :param index: the site of its indices, if it has one.
@@ -333,8 +334,9 @@ class RowData:
         for place, value in _places(args, kwargs).items():
             if isinstance(value, Tensor) and torch.equal(value, index.to(value.device)):
                 self.index_place = place
-        self.is_counted = torch.equal(index, torch.arange(len(index), device=index.device))
-        if self.index_place is None and not self.is_counted:
+        is_counted = torch.equal(index, torch.arange(len(index), device=index.device))
+        self.is_counted = is_counted and self.size < self.full_size
+        if self.index_place is None and not is_counted:
             raise ValueError(
                 f"the model gives plate '{self.plate_name}' the indices of its rows (subsample=), "
                 "but none of its arguments equals them, so that the guide cannot give them, too. "

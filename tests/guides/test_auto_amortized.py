@@ -268,6 +268,9 @@ def test_rows_of_a_plate_that_is_not_subsampled():
         assert guide(x)["z"].shape == guide.sample_posterior(1, x)["z"][0].shape == (20,)
         assert guide.sample_posterior(2, x[:3])["z"].shape == (2, 3)
         assert set(guide._rows) == {"rows"} and guide.rest is not None
+        for few in (x[:5], torch.randn(30)):  # a plate of the size of each minibatch
+            site = poutine.trace(guide).get_trace(few).nodes["z"]
+            assert site["scale"] == 1.0 and site["cond_indep_stack"][0].size == len(few)
 
 
 def test_effects_of_columns_belong_to_no_row():
