@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import num_rows
 from pyro_implicit.runtime.sites import is_data, is_latent
 
@@ -45,6 +46,7 @@ class DataScales:
     def __init__(self, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._model, self._kwargs = model, kwargs
         self._known: dict[Any, float] = {}
+        self._first: dict[str, float] = {}  # by site of the first minibatch
         self.first = 1.0
         self.first = self.of(args)
 
@@ -56,10 +58,29 @@ class DataScales:
         key = tuple(getattr(part, "shape", None) for part in args)
         if key not in self._known:
             trace = trace_once(self._model, args, self._kwargs)
-            sites = [] if trace is None else [one for one in trace.nodes.values() if is_data(one)]
-            largest = [torch.as_tensor(site["scale"]).max().item() for site in sites]
-            self._known[key] = max(largest, default=self.first)
+            nodes = {} if trace is None else trace.nodes
+            factors = {
+                name: torch.as_tensor(site["scale"]).max().item()
+                for name, site in nodes.items()
+                if is_data(site)
+            }
+            self._first = self._first or factors
+            self._warn_of_unequal_rows(factors)
+            self._known[key] = max(factors.values(), default=self.first)
         return self._known[key]
+
+    def _warn_of_unequal_rows(self, factors: dict[str, float]) -> None:
+        """Warn if one weight of a step cannot make the rows of all plates count alike."""
+        pairs = {name: (self._first.get(name, factor), factor) for name, factor in factors.items()}
+        ratios = {name: new / old for name, (old, new) in pairs.items() if (old, new) != (1.0, 1.0)}
+        ordered = sorted(ratios, key=ratios.__getitem__)
+        if ordered and ratios[ordered[-1]] > (1 + 1e-3) * ratios[ordered[0]]:
+            name, other = ordered[0], ordered[-1]
+            warn_user(
+                f"minibatches differ in size, and differently for the data '{name}' and '{other}': "
+                "one weight for each step cannot make all rows count alike, so that the posterior "
+                "is biased towards some rows. Cure: minibatches of one size (drop_last=True)"
+            )
 
 
 def has_only_local_latents(
