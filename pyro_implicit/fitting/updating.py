@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pyro
 import torch
@@ -44,9 +44,6 @@ from pyro_implicit.runtime.sites import (
     names_in_plates_of,
     survives,
 )
-
-if TYPE_CHECKING:
-    from pyro_implicit.fitting.result import Fit
 
 __all__ = ["JointPrior", "fit_update", "log_prob_of", "normal_mixture", "posterior_as_prior"]
 
@@ -410,17 +407,20 @@ class JointPrior:
 
 
 def fit_update(
-    earlier: Fit,
+    earlier: Any,
     model: Callable[..., Any],
     args: tuple[Any, ...],
     sites: Collection[str] | None,
     model_kwargs: dict[str, Any] | None,
     options: dict[str, Any],
-) -> Fit:
+) -> Any:
     """Fit new data with the posterior of earlier data as the prior (:meth:`Fit.update`).
 
     If the new draws lie beyond those of the earlier posterior, the prior there was a guess. Where
     the earlier log-density is known, the prior moves there, and the new data are fitted again.
+
+    :param earlier: the ``Fit`` of the earlier data; the other arguments are those of ``update``.
+    :returns: the ``Fit`` of the new data.
     """
     policy = (options.get("policy") or earlier.policy).update
     limit, seed = TimeLimit(options.get("max_seconds")), options.get("seed")

@@ -528,7 +528,8 @@ class WindowedChains(Chains):
     def _ends_early(self) -> bool:
         """Return whether the window ends now, as the warm-up has had its share of the budget."""
         gradients, seconds, _ = self._began
-        share = (self.gradients - gradients) / (self.max_gradients - gradients)
+        # A callback may end the chains before a second warm-up takes its first gradient.
+        share = (self.gradients - gradients) / max(1, self.max_gradients - gradients)
         if self.max_seconds is not None:
             share = max(share, (self.seconds - seconds) / max(self.max_seconds - seconds, 1e-9))
         return share >= self.policy.warmup.share

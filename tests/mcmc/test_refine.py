@@ -311,6 +311,14 @@ def test_trajectories_are_as_long_as_the_time_that_is_left(max_seconds, longest)
     assert now.adaptation.max_leapfrogs == longest
 
 
+def test_a_second_warm_up_without_budget_goes_on_for_one_transition():
+    now = standing_chains(gradients=100, max_gradients=100)
+    now._began = 100, 0.0, 0.0
+    assert not now._ends_early()
+    now.gradients += 2
+    assert now._ends_early()
+
+
 def test_memory_is_bounded():
     result = short(AutoNormal(regression), max_draws=10, max_gradients=400, num_chains=8)
     assert result.get_samples(group_by_chain=True)["rate"].shape[1] <= 10
