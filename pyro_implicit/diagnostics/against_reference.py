@@ -132,7 +132,7 @@ def compare(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if not _has_draws(reference):
         raise TypeError(
-            "reference must be an MCMC that has run (what has get_samples()) or a dict of draws; "
+            "reference must be an MCMC that has run (with get_samples()) or a dict of draws, but "
             f"got {type(reference).__name__}. Cure: compare(model, guide, reference, *args)"
         )
     reference_draws = samples_of(reference, "reference")
@@ -140,7 +140,7 @@ def compare(
         if num_samples is not None:
             raise ValueError(
                 "num_samples is the number of draws to take from a guide; draws that are there "
-                "already are compared as they are. Leave num_samples out, or slice the draws."
+                "already are compared as they are. Cure: leave num_samples out, or slice the draws"
             )
         guide_draws = example = samples_of(guide, "guide")
     else:
@@ -229,12 +229,14 @@ def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:
     counts = {name: value.shape[:1].numel() for name, value in draws.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"the sites of the {side} have different numbers of draws: {counts}. Every tensor "
-            "must be (num_samples, *site shape)."
+            f"the sites of the {side} have different numbers of draws: {counts}. Cure: tensors "
+            "(num_samples, *site shape)"
         )
     count = next(iter(counts.values()), 0)
     if draws and count < at_least:
-        raise ValueError(f"the {side} has {count} draws; compare needs at least {at_least}.")
+        raise ValueError(
+            f"the {side} has {count} draws, but compare needs at least {at_least}. Cure: more draws"
+        )
     return count
 
 
@@ -243,8 +245,8 @@ def _common_sites(guide: dict[str, Tensor], reference: dict[str, Tensor]) -> lis
     if not names:
         raise ValueError(
             f"the guide and the reference have no site in common: guide {sorted(guide)}, "
-            f"reference {sorted(reference)}. A reparameterised reference needs its deterministic "
-            "sites added: Predictive(model, mcmc.get_samples())(...)."
+            f"reference {sorted(reference)}. Cure: the same model; for a reparameterised reference "
+            "add its deterministic sites, by Predictive(model, mcmc.get_samples())(...)"
         )
     return names
 
@@ -253,8 +255,8 @@ def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape[1:] != y.shape[1:]:
         raise ValueError(
             f"site {name!r} has shape {tuple(x.shape[1:])} in the guide and "
-            f"{tuple(y.shape[1:])} in the reference (after the sample dimension). Give both "
-            "the same model arguments, and draws as (num_samples, *site shape)."
+            f"{tuple(y.shape[1:])} in the reference (after the sample dimension). Cure: the "
+            "same model arguments for both, and draws of shape (num_samples, *site shape)"
         )
     dtype = torch.promote_types(x.dtype, y.dtype)
     if not dtype.is_floating_point:
@@ -264,8 +266,8 @@ def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         bad = int((~value.isfinite()).reshape(len(value), -1).any(dim=-1).sum())
         if bad:
             raise ValueError(
-                f"site {name!r}: {bad} of {len(value)} draws of the {side} are not finite. Look "
-                "for a diverged fit, or leave the site out of a dict of draws."
+                f"site {name!r}: {bad} of {len(value)} draws of the {side} are not finite. Cure: "
+                "look for a diverged fit, or leave the site out of a dict of draws"
             )
     return x, y
 

@@ -98,9 +98,9 @@ def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
         if args or kwargs:
             raise
         raise TypeError(
-            f"the guide {name_of(guide)} could not run without arguments ({error}). Pass the "
+            f"the guide {name_of(guide)} could not run without arguments ({error}). Cure: pass the "
             "arguments of the model as well, as in compare(model, guide, mcmc, x, y), or call an "
-            "autoguide once before: guide(x, y)."
+            "autoguide once before, guide(x, y)"
         ) from error
     if isinstance(guide, Messenger):  # which runs the model itself
         return trace
