@@ -75,7 +75,7 @@ def find_modes(
     :param max_rounds: the maximal number of rounds.
     :param max_iterations: the maximal length of a path.
     :param num_draws: draws for each ELBO along the paths.
-    :param max_gap: modes whose ELBO is so many nats below the best one are dropped.
+    :param max_gap: nats; modes whose ELBO is further below the best one are dropped.
     :param max_seconds: of wall time, after the first step of all paths. A search that it ends is
         not reproducible.
     :param starts: further initial points of the first round, ``(n, latent_dim)``. If ten fixed

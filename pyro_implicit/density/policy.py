@@ -246,8 +246,8 @@ class DiscretePolicy:
     #: which a sum is computed: a row of a mixture of 256 components.
     max_joint: int = 256
 
-    #: Discrete variables from which on sums over every other one of a chain are computed at once,
-    #: each of at most so many elements; larger sums take less time one after the other.
+    #: Smallest length of a chain of discrete variables in which every other variable is summed
+    #: out at once, and largest number of elements of such a sum; larger sums are faster one by one.
     least_chain: int = 8
     most_at_once: int = 256
 

@@ -150,8 +150,8 @@ def find_quantities(
     x = args[0] if args else kwargs.get("x")
     if not isinstance(x, Tensor):
         raise ValueError(
-            "a network is judged by its predictions, for which there are no inputs. Cure: give "
-            'those of the model, (model, guide, ..., x, y), or quantities="latents" for the weights'
+            "a network is judged by its predictions, but no inputs were given. Cure: the arguments "
+            'of the model, (model, guide, ..., x, y), or quantities="latents" for the weights'
         )
     return FunctionValues(model, x)
 

@@ -195,7 +195,7 @@ class BudgetPolicy:
     #: moved by less than a tenth of a standard deviation.
     stuck_r_hat: float = 10.0
 
-    #: Seconds of one core, measured, up to which chains go on whose R-hat or errors are too large;
+    #: Seconds of one core, measured, up to which chains continue if R-hat or errors are too large;
     #: about what NUTS takes for hard models of hundreds of latent variables.
     patient_seconds: float = 120.0
 
@@ -210,7 +210,7 @@ class TrainingPolicy:
     least_steps: int = 2000
 
     def epochs_of(self, epoch_length: int) -> int:
-        """Return the default number of passes over so many minibatches."""
+        """Return the default number of epochs of ``epoch_length`` minibatches."""
         return max(self.epochs, -(-self.least_steps // epoch_length))
 
     #: Particles if each costs a run of a model that cannot be vectorised, a minibatch or a wide
@@ -330,7 +330,7 @@ class NetworkPolicy:
     least_held_out: int = 20
 
     #: Share of the gradients that chains without the held-out rows take, before chains with all
-    #: rows go on from their ends.
+    #: rows continue from their ends.
     trial_share: float = 0.25
 
     #: Posterior draws that score the held-out rows.
@@ -544,7 +544,7 @@ class MixturePolicy:
     max_iterations: int = 1000
 
     def draws_of_each(self, number: int) -> int:
-        """Return the draws of each of so many components."""
+        """Return the number of draws of each of ``number`` components."""
         return max(self.least_draws, min(self.most_draws, self.all_draws // number))
 
 

@@ -436,7 +436,7 @@ class Stages:
     def lacks_time_to_train(
         self, target: Target, guide: Any, loss: Trace_ELBO, number: int = 1
     ) -> bool:
-        """Return whether ``max_seconds`` leaves no time for a few steps of so many guides."""
+        """Return whether ``max_seconds`` leaves no time for a few steps of ``number`` guides."""
         if math.isinf(self.limit.end):
             return False
         budget = self.policy.budget
@@ -465,7 +465,7 @@ class Stages:
         return reliability(guide, target, policy)
 
     def can_weigh(self, target: Target, number: int) -> bool:
-        """Return whether ``max_seconds`` suffices to evaluate a density at so many draws."""
+        """Return whether ``max_seconds`` suffices to evaluate a density at ``number`` draws."""
         return self._seconds_of_weights(target, number) <= self.limit.left()
 
     def _seconds_of_weights(self, target: Target, number: int) -> float:

@@ -426,7 +426,7 @@ def evidence_bound(
     with watching(progress):
         if progress_is_shown():
             with same_streams(), watching(False), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # all draws are going to show them
+                warnings.simplefilter("ignore")  # the run with all draws shows them
                 began = time.perf_counter()
                 weighted_draws(model, guide, *args, num_samples=BOUNDS.timed_draws, **options)
             seconds = (time.perf_counter() - began) * num_samples / BOUNDS.timed_draws

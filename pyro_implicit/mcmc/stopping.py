@@ -283,7 +283,7 @@ class Tracker:
                 latent = self._symmetries.ordered(latent)
             sizes = [self._target.shapes[name].numel() for name in self._target.sampled]
             split = latent.shape[-1] - sum(sizes)
-            # An indicator that is seldom 1 does not matter beside the others of its site.
+            # A group per site: a rare indicator counts little compared with the others.
             discrete = latent[..., split:].split(sizes, -1) if sizes else ()
             return tracked([*latent[..., :split].unbind(-1), *discrete], log_density)
         found = self._quantities(self._target.constrain(latent))
@@ -294,8 +294,8 @@ class Tracker:
             self._warned = True
             warn_user(
                 f"the quantities are not finite in {int(lost.sum())} of {len(latent)} chains: "
-                "whether they drift cannot be told, and the chains may go on until their budget "
-                "ends. Cure: functions that are finite at all draws of the posterior"
+                "the stopping rule cannot check them, and the chains may use their whole budget. "
+                "Cure: functions that are finite at all draws of the posterior"
             )
         return result
 

@@ -236,7 +236,7 @@ class Cloud:
 
 
 class Walkers(NamedTuple):
-    """What moves particles: ``frame`` and the adaptation of Hamiltonian Monte Carlo.
+    """The moves of particles: ``frame`` and the adaptation of Hamiltonian Monte Carlo.
 
     ``label_width`` is the factor on the standard deviations of the normals that give the labels.
     ``num_points`` counts gradients of single particles.

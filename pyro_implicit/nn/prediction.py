@@ -139,9 +139,9 @@ def _target_runner(
             drawn.append(name)
     if len(drawn) != 1:
         raise ValueError(
-            f"the model has the sites {drawn} beside the sites of the posterior, but needs exactly "
-            "one, the targets. Cure: a model (x, y=None) with all of its latents in the posterior, "
-            "such as classifier(net, num_data)"
+            f"the model has the sites {drawn} in addition to the sites of the posterior, but needs "
+            "exactly one, the targets. Cure: a model (x, y=None) whose latents are all in the "
+            "posterior, such as classifier(net, num_data)"
         )
     (name,) = drawn
     site = trace.nodes[name]

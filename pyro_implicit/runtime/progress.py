@@ -134,8 +134,8 @@ class _Audience(NamedTuple):
                 except Exception as error:  # of the user's code
                     callback._failed = True
                     warn_user(
-                        f"{type(callback).__name__}.{method} failed ({first_line(error)}), and is "
-                        "not called again. Cure: mend the callback"
+                        f"{type(callback).__name__}.{method} failed ({first_line(error)}) and is "
+                        "not called again. Cure: correct the error in the callback"
                     )
         return stops
 
@@ -294,7 +294,7 @@ def announce(name: str, seconds: float) -> None:
 
 
 def progress_is_shown() -> bool:
-    """Tell whether progress is wanted, and shown in a terminal or a notebook."""
+    """Tell whether progress is enabled and can be shown, in a terminal or a notebook."""
     return _audience.get().shows_bars and _is_watched()
 
 

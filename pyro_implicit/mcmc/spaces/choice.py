@@ -209,7 +209,7 @@ def finite_starts(
     if lost:
         warn_user(
             f"the model's log-density is not finite at {lost} of {len(points)} {sampler.source}: "
-            "these chains start from others of the draws"
+            "these chains start from other draws"
         )
         good = finite.nonzero().squeeze(-1)
         points = points.clone()
@@ -257,7 +257,7 @@ def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | No
         with suppress(ValueError):
             chains = _begin(space, plan)
     if chains is not None and chains.replaced > policy.max_replaced * plan.num_chains:
-        chains, note = None, f"the log-density is seldom finite in {name}"
+        chains, note = None, f"the log-density is rarely finite in {name}"
     for one in caught:
         if chains is not None or "not finite at" not in str(one.message):
             warn_user(one.message, one.category)

@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Fitted(NamedTuple):
-    """What a conditional space learnt from draws, from which it can be made again.
+    """The parameters that a conditional space learnt from draws; they determine the space.
 
     ``choice`` is the index of a map among all found maps; its scaled blocks have the ``laws``.
     """
@@ -87,7 +87,7 @@ class Space:
     middle: Tensor | None = None
     """The middle of the posterior, ``(latent_dim,)``, if the space was made from it."""
     fitted: Fitted | None = None
-    """What the space learnt from draws; see :meth:`refitted`."""
+    """The parameters learnt from draws; see :meth:`refitted`."""
     reparams: dict[str, ConditionalReparam] = {}
     """The maps of the space by site."""
 
