@@ -435,7 +435,6 @@ def test_nan_in_a_minibatch(place):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kernel": "hmc"}, "kernel must be one of .*Metropolis"),
         ({"batches": []}, "batches is empty.*Cure"),
         ({"num_chains": 0}, "num_chains must be at least 1"),
         ({"max_epochs": 0}, "max_epochs must be at least 1"),
