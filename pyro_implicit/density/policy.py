@@ -58,6 +58,9 @@ class RunPolicy:
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 250
 
+    #: Points, at most, that are run one by one to find the sites to blame for an error.
+    num_blamed: int = 20
+
 
 @dataclass(frozen=True)
 class AnglePolicy:

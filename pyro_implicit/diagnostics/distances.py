@@ -164,7 +164,8 @@ def sliced_wasserstein_interval(
         return 0.0, 0.0
     length = square.sqrt()
     own = noise.square().mean((1, 2))
-    candidates = torch.linspace(0, 1, 1000).to(x) * (length + 4 * own.max().sqrt())
+    farthest = length + DISTANCES.reach * own.max().sqrt()
+    candidates = torch.linspace(0, 1, DISTANCES.num_candidates).to(x) * farthest
     # A difference that noise nearly cancels may lie in the direction of the most noise.
     flat = noise.flatten(1)
     share = torch.linalg.eigh(flat @ flat.mT).eigenvectors[:, -1]

@@ -309,6 +309,11 @@ class DistancePolicy:
     #: Probability beyond either end of the interval.
     tail: float = 0.025
 
+    #: Distances that are tried as ends: from 0 to the observed distance plus this multiple of the
+    #: largest noise of a resample, evenly spaced.
+    num_candidates: int = 1000
+    reach: float = 4.0
+
 
 @dataclass(frozen=True)
 class CalibrationPolicy:

@@ -247,8 +247,9 @@ class TrainingPolicy:
     max_nonfinite: int = 50
 
     #: Nats, and standard deviations of one step's loss: smallest fall of a loss that is reported as
-    #: "not settled"; the fall must also exceed three standard errors.
+    #: "not settled", and the number of its standard errors that it must exceed as well.
     least_fall: float = 0.1
+    fall_errors: float = 3.0
 
     #: Draws of the guide at which the model is tried, to find its parameters.
     num_tried: int = 8
@@ -423,6 +424,9 @@ class ChoicePolicy:
 
     #: Nats between a LIVI loss and its bound above which the generator folds; two folds are log 2.
     folded: float = 0.5
+
+    #: Last steps of a training whose mean loss is compared with the bound.
+    num_last: int = 100
 
     #: Share of the posterior mass of a mode that a candidate must not leave out.
     least_mass: float = 0.01

@@ -66,6 +66,11 @@ class FramePolicy:
     #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
+    #: Smallest ridge of a correlation matrix, far above rounding in float64 and far below sampling
+    #: noise, and its factor while the matrix is not positive definite.
+    ridge: float = 1e-10
+    ridge_factor: float = 10.0
+
 
 @dataclass(frozen=True)
 class HMCPolicy:
@@ -100,6 +105,11 @@ class HMCPolicy:
 
     #: Acceptance probability below which a trajectory counts as failed.
     failed_acceptance: float = 0.01
+
+    #: Leapfrog steps of the trajectories that find the first step size, and the most changes of it
+    #: by a factor of two: they span nine orders of magnitude.
+    search_leapfrogs: int = 2
+    max_doublings: int = 30
 
 
 @dataclass(frozen=True)
@@ -496,6 +506,11 @@ class SpacePolicy:
 
     #: Step of central differences, in unconstrained coordinates.
     difference: float = 0.01
+
+    #: Smallest and largest distance by which latents are moved, in unconstrained coordinates, to
+    #: find priors that depend on other latents. All distances differ, so differences of latents
+    #: change as well.
+    dependence_steps: tuple[float, float] = (0.1, 0.2)
 
 
 @dataclass(frozen=True)

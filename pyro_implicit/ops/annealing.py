@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.ops.policy import LEAST_COMPONENT, POWER_FACTOR, POWER_TOLERANCE
+
 __all__ = ["NormalMixture", "next_power", "stratified_errors"]
 
 
@@ -98,8 +100,7 @@ class NormalMixture(NamedTuple):
         factor, failed = torch.linalg.cholesky_ex(moment)
         factor = torch.where((failed == 0)[:, None, None], factor, eye)
         loc = self.loc + (self.scale_tril @ (trust * mean).unsqueeze(-1)).squeeze(-1)
-        # A component without points keeps a small weight, because it may gain some later.
-        log_weights = mass.clamp(min=1e-3 / len(mass)).log()
+        log_weights = mass.clamp(min=LEAST_COMPONENT / len(mass)).log()
         return NormalMixture.of(log_weights, loc, self.scale_tril @ factor)
 
     def _all_white(self, points: Tensor) -> Tensor:
@@ -148,8 +149,8 @@ def next_power(log_ratio: Tensor, log_weights: Tensor, power: float, share: floa
     low, high = 0.0, 1.0 - power
     if is_short(high):
         return 1.0
-    while high - low > 0.01 * low and high > torch.finfo(torch.float64).eps:
-        middle = 0.5 * (low + high) if low else 0.1 * high
+    while high - low > POWER_TOLERANCE * low and high > torch.finfo(torch.float64).eps:
+        middle = 0.5 * (low + high) if low else POWER_FACTOR * high
         low, high = (middle, high) if is_short(middle) else (low, middle)
     return power + high
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyro_implicit.ops.kernels import RadialKernel, imq_kernel, particle_bandwidth, rbf_kernel
-from pyro_implicit.ops.policy import MAX_ENTRIES, PRIOR_SHARE
+from pyro_implicit.ops.policy import DAMPING_FACTOR, FIRST_DAMPING, MAX_ENTRIES, PRIOR_SHARE
 
 __all__ = [
     "NoiseGaussian",
@@ -157,7 +157,7 @@ def linearised_reverse_conditional(
     with torch.no_grad():
         noise = start
         loss, descent, rows = evaluate(noise)
-        damping = torch.full_like(loss, 1e-2)
+        damping = torch.full_like(loss, FIRST_DAMPING)
         for _ in range(num_steps):
             trial = noise + newton(rows, descent, damping).to(noise.dtype)
             trial_loss, trial_descent, trial_rows = evaluate(trial)
@@ -166,7 +166,7 @@ def linearised_reverse_conditional(
             noise = torch.where(better[..., None], trial, noise)
             descent = torch.where(better[..., None], trial_descent, descent)
             rows = torch.where(better[..., None, None], trial_rows, rows)
-            damping = torch.where(better, damping / 10, damping * 10)
+            damping = torch.where(better, damping / DAMPING_FACTOR, damping * DAMPING_FACTOR)
         return noise, rows
 
 

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.policy import DISPLAY
 
 __all__ = [
     "Callback",
@@ -32,20 +33,6 @@ __all__ = [
 
 LOG = logging.getLogger("pyro_implicit")
 LOG.addHandler(logging.NullHandler())
-
-
-@dataclass(frozen=True)
-class DisplayPolicy:
-    """When progress is shown."""
-
-    #: Seconds before a bar appears; shorter parts show none.
-    delay: float = 1.0
-
-    #: Estimated seconds of a part from which they are announced.
-    worth_saying: float = 5.0
-
-
-DISPLAY = DisplayPolicy()
 
 
 @dataclass
