@@ -325,7 +325,8 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     sampler, num_chains, policy = plan.sampler, plan.num_chains, plan.policy
     latent_dim = space.target.latent_dim
     num_draws = num_chains
-    kernel: Any = KERNELS[plan.kernel]
+    kernel = KERNELS[plan.kernel]
+    assert kernel.adaptation is not None  # `refine` refuses kernels of minibatches
     if not isinstance(sampler.guide, Mapping) and plan.kind == "full" and not kernel.separate:
         num_draws = max(num_chains, policy.frame.draws_per_dim * latent_dim)
     if isinstance(space, GuideNoise):
