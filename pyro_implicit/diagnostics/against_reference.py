@@ -102,21 +102,23 @@ def compare(
     >>> bool(report.floor_ratio > 3)
     True
 
-    :param model: of guide and reference, to look for mass that the reference lacks; None where both
-        are draws.
+    :param model: model of guide and reference, to look for mass that the reference lacks; None
+        where both are draws.
     :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
-        what has ``get_samples()``. What :func:`~pyro_implicit.fit` returned stands for its
+        an object with ``get_samples()``. A result of :func:`~pyro_implicit.fit` is replaced by its
         ``posterior``.
-    :param reference: what has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
-        run or what :func:`~pyro_implicit.refine` returned, or a dict of draws, which may be one by
+    :param reference: an object with ``get_samples()``, such as an
+        :class:`~pyro.infer.mcmc.api.MCMC` that has run or a result of
+        :func:`~pyro_implicit.refine`, or a dict of draws, which may be one by
         ``get_samples(group_by_chain=True)``: ``(num_chains, num_samples, *site shape)``.
     :param args: the arguments of the model and the guide.
     :param num_samples: number of draws from the guide; default: as many as the reference has.
-    :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
-        tensor or a dict of tensors ``(num_draws, *shape)``, which are then compared in place of the
-        sites, as in :func:`~pyro_implicit.refine`. By default ``"latents"``, except for a model of
-        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
-        at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
+    :param quantities: function from a dict of constrained draws by site,
+        ``(num_draws, *site_shape)``, to a tensor or a dict of tensors ``(num_draws, *shape)``,
+        which are compared in place of the sites, as in :func:`~pyro_implicit.refine`. By default
+        ``"latents"``; for a model of :func:`~pyro_implicit.nn.classifier` or
+        :func:`~pyro_implicit.nn.regressor`, its predictions at up to 50 of the inputs
+        (:class:`~pyro_implicit.nn.FunctionValues`).
     :param policy: the limits of the verdict; by default those of
         :class:`~pyro_implicit.diagnostics.ComparePolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
@@ -277,7 +279,8 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
     unknown.
 
     :param source: what has ``get_samples(group_by_chain=True)``, or a dict.
-    :param site_dims: of each site's values: a dict of draws with one dimension more has chains.
+    :param site_dims: number of dimensions of each site's values: a dict of draws with one dimension
+        more has chains.
     """
     if isinstance(source, Mapping):
         common = [name for name in source if name in site_dims]
@@ -305,7 +308,7 @@ def check_mixing(
     >>> next(found.faults())
     'R-hat 2.49 of `x`'
 
-    :param draws: by site, ``(num_draws, *site_shape)``, in the order of the chain or chains.
+    :param draws: draws by site, ``(num_draws, *site_shape)``, in the order of the chain or chains.
     :param chains: the same with their chains apart.
     :param source: that they are from.
     """
@@ -355,7 +358,7 @@ def missing_mass(
 
     :param target: the posterior.
     :param guide: a guide, or its draws.
-    :param guide_draws: by site, ``(num_draws, *site_shape)``.
+    :param guide_draws: draws by site, ``(num_draws, *site_shape)``.
     :param reference_draws: likewise.
     :param policy: with fewer far draws than its ``least_mass``, the mass counts as 0.
     :raises ValueError: if one side lacks a latent variable.

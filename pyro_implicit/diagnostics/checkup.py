@@ -387,7 +387,7 @@ def check_sites(sampler: Sampler) -> None:
 def refuse_outside(target: Target, draws: dict[str, Tensor]) -> None:
     """Check that draws are in the supports of the model's continuous latents.
 
-    :param draws: by site, ``(num_draws, *site_shape)``.
+    :param draws: draws by site, ``(num_draws, *site_shape)``.
     :raises ValueError: otherwise, with the name of the first such site.
     """
     for name in target.shapes:

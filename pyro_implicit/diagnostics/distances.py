@@ -81,7 +81,7 @@ def sliced_wasserstein_floor(
     seed: int = 0,
     effective_size: float | None = None,
 ) -> Tensor:
-    r"""What :func:`sliced_wasserstein` of order 2 would still show for a perfect approximation.
+    r"""Sliced 2-Wasserstein distance that sampling noise alone gives exact draws.
 
     It is the distance between ``num_samples`` independent exact draws and the reference. The only
     exact draws at hand are the ``m`` rows of ``reference``, so two random halves are compared. The

@@ -146,7 +146,7 @@ class CheckPolicy:
 
 @dataclass(frozen=True)
 class EffortPolicy:
-    """What ``diagnose`` computes, and what a limit of seconds takes away."""
+    """The effort of ``diagnose``, and its reductions to meet a time limit."""
 
     #: Draws of the guide, by default.
     num_samples: int = 2000

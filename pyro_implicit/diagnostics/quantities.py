@@ -70,7 +70,7 @@ def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: 
     """Describe errors of one kind.
 
     :param faults: the worst first, at least one.
-    :param labels: of the coordinates.
+    :param labels: labels of the coordinates.
     :param given_rest: whether standard deviations are those given all other coordinates.
     """
     worst, *others = faults
@@ -184,7 +184,7 @@ class Observed:
 
     Those that are the same at all draws are left out.
 
-    :param function: of constrained draws by site.
+    :param function: function of constrained draws by site.
     :param target: the posterior.
     :param points: draws of the guide, ``(num_draws, latent_dim)``.
     :raises CollapsedError: if all are the same, or any is not finite.

@@ -181,7 +181,7 @@ class Implicit(TorchDistribution):
     ) -> Draw:
         """Draw a value with its noise.
 
-        :param sample_shape: of independent draws.
+        :param sample_shape: sample shape of independent draws.
         :param linearise: whether to compute the generator's derivative in the same pass.
         :param noise_gradient: whether value and derivative can be differentiated in the noise.
         :returns: a draw of batch shape ``(*sample_shape, *batch_shape)``, differentiable in the

@@ -412,7 +412,7 @@ def split_rows(
     >>> len(rows.x), rows.held[0][1].bincount(), rows.model.num_data
     (180, tensor([10, 10]), 180)
 
-    :param model: of all rows, with its ``args`` and ``kwargs``.
+    :param model: model of all rows, with its ``args`` and ``kwargs``.
     :param policy: the share of held-out rows and their least number.
     :returns: None if there would be too few held-out rows.
     """

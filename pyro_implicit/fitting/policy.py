@@ -668,7 +668,7 @@ class HierarchyPolicy:
         A product rule is compared with the next number of nodes. An error of random nodes may be
         small by chance: these are compared with as many nodes of other seeds.
 
-        :param num_latents: of each group.
+        :param num_latents: number of latent variables of each group.
         """
         if num_latents <= MAX_PRODUCT_DIM:
             for size, more in itertools.pairwise(self.num_nodes):

@@ -123,7 +123,8 @@ class FunctionGenerator(Differentiable):
     >>> FunctionGenerator(torch.exp).linearise(torch.ones(4, 2)).log_abs_det().round(decimals=3)
     tensor([2., 2., 2., 2.])
 
-    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row independently.
+    :param function: function from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row
+        independently.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -141,7 +142,8 @@ def as_generator(function: Callable[..., Tensor] | Differentiable) -> Differenti
     >>> as_generator(torch.exp).linearise(torch.zeros(4, 2)).jacobian().shape
     torch.Size([4, 2, 2])
 
-    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row independently.
+    :param function: function from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row
+        independently.
     """
     return function if isinstance(function, Differentiable) else FunctionGenerator(function)
 

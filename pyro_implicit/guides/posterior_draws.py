@@ -148,8 +148,8 @@ def refuse_other_guide(guide: Any, model_trace: Trace, guide_trace: Trace) -> No
     """Check that a guide samples all continuous latents of a model, and no other sites.
 
     :param guide: for its name.
-    :param model_trace: of one run of the model with its data.
-    :param guide_trace: of one run of the guide with the same arguments.
+    :param model_trace: trace of one run of the model with its data.
+    :param guide_trace: trace of one run of the guide with the same arguments.
     :raises ValueError: naming the sites that the guide lacks, or that the model does not sample.
     """
     sampled, found = (

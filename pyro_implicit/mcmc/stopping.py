@@ -270,7 +270,7 @@ class Tracker:
 
     :param target: the posterior of the latents.
     :param quantities: a function of constrained draws by site; by default the latents.
-    :param symmetries: of the posterior; the latents are ordered before they are tracked.
+    :param symmetries: symmetries of the posterior; the latents are ordered before they are tracked.
     """
 
     def __init__(

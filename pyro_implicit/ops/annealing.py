@@ -84,7 +84,7 @@ class NormalMixture(NamedTuple):
         """Return the result of one step of expectation maximisation, shrunk to this mixture.
 
         :param points: ``(n, d)``.
-        :param weights: of the points, which sum to 1, ``(n,)``.
+        :param weights: weights of the points, which sum to 1, ``(n,)``.
         :param known: the number of effective draws that count as much as the present moments.
         """
         white = self._all_white(points)
@@ -166,9 +166,10 @@ def stratified_errors(terms: Tensor, origin: Tensor, stratum: Tensor) -> Tensor:
     >>> stratified_errors(terms, torch.arange(2), torch.zeros(2, dtype=torch.long))
     tensor([1.])
 
-    :param terms: of the sums, one of each particle, ``(n, m)``.
+    :param terms: terms of the sums, one of each particle, ``(n, m)``.
     :param origin: the index of the first ancestor of each particle, ``(n,)``.
-    :param stratum: of each origin, ``(num_origins,)``. The number of origins in each is fixed.
+    :param stratum: index of the stratum of each origin, ``(num_origins,)``. The number of origins
+        in each stratum is fixed.
 
     **References:**
 

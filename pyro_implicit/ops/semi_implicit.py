@@ -71,7 +71,7 @@ def mixture_log_density(
     tensor([-1.8379, -1.8379, -1.8379])
 
     :param value: ``(*batch, m)``.
-    :param generate: from ``(*any, d)`` to ``(*any, m)``, each row independently.
+    :param generate: function from ``(*any, d)`` to ``(*any, m)``, each row independently.
     :param scale: positive, broadcastable to ``(*batch, m)``.
     :param noises: one or more sets of noise, each ``(num_noises, *batch, d)``, with size 1 in the
         batch dimensions whose elements share noise; S is the sum of their sizes.
@@ -124,8 +124,8 @@ def linearised_reverse_conditional(
             [0., 1.]]))
 
     :param value: ``(*batch, m)``.
-    :param value_and_jacobian: from ``(*batch, d)`` to the generator's value ``(*batch, m)`` and its
-        Jacobian ``(*batch, m, d)``.
+    :param value_and_jacobian: function from ``(*batch, d)`` to the generator's value ``(*batch,
+        m)`` and its Jacobian ``(*batch, m, d)``.
     :param scale: positive, broadcastable to ``(*batch, m)``.
     :param start: ``(*batch, d)``.
     :param num_steps: evaluations of the Jacobian beyond the first.

@@ -107,7 +107,8 @@ def save_file(path: Path, content: Any) -> None:
 def load_file(path: Path, **options: Any) -> Any:
     """Call ``torch.load``, and check that no bit is flipped, which torch does not.
 
-    :param options: of ``torch.load``; with ``mmap=True`` there is no check for flipped bits.
+    :param options: options of ``torch.load``; with ``mmap=True`` there is no check for flipped
+        bits.
     :raises ValueError: for a file that is empty, truncated, changed or no file of torch's.
     """
     try:

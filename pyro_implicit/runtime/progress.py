@@ -237,7 +237,7 @@ def watch(name: str, total: float, initial: int = 0, **options: Any) -> Iterator
     :param name: the name of the loop.
     :param total: the maximal work.
     :param initial: the work that is already done.
-    :param options: of tqdm.
+    :param options: options of tqdm.
     """
     audience = _audience.get()
     LOG.debug("%s: at most %g steps", name, total)
@@ -272,8 +272,8 @@ def steps_of(steps: Iterable[Item], total: int, name: str) -> Iterator[Item]:
 def announce(name: str, seconds: float) -> None:
     """Log the estimated time of a part; print it if it is more than five seconds.
 
-    :param name: of the part.
-    :param seconds: of one core.
+    :param name: name of the part.
+    :param seconds: seconds of one core.
     """
     LOG.info("%s: about %.0f s of one core", name, seconds)
     if progress_is_shown() and seconds > DISPLAY.worth_saying:

@@ -127,7 +127,7 @@ class ChEES:
 
     :param policy: the numbers of the adaptation.
     :param max_leapfrogs: leapfrog steps of a transition, at most.
-    :param step_size: of the leapfrog integrator.
+    :param step_size: step size of the leapfrog integrator.
     :param trajectory_length: the longest.
     :param spread: ratio of the largest to the smallest step size of chains.
     :param adapting: whether updates change step size and length.

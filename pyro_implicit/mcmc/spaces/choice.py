@@ -61,7 +61,7 @@ class ChainSetup:
     :param anneals_apart: whether chains that stay in separate modes are annealed: discrete latents
         from the prior, others from the modes near the chains. If annealing is no better, the chains
         go on.
-    :param symmetries: of the posterior. The chains start with their units in order.
+    :param symmetries: symmetries of the posterior. The chains start with their units in order.
     """
 
     sampler: Sampler
