@@ -106,7 +106,7 @@ def joined(draws: Draws, num_chains: int | None) -> Draws:
     tensor([[0., 1., 4.],
             [5., 2., 3.]])
 
-    :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
+    :param draws: draws by site, ``(num_chains, num_draws, *site_shape)``.
     :param num_chains: the maximal number of chains; None for all.
     :raises ValueError: for a number of chains that is not positive.
     """
@@ -136,7 +136,7 @@ def model_groups(
 ) -> Groups:
     """Return the groups of ArviZ: draws, and what their model computes from them.
 
-    :param posterior: by site, ``(num_chains, num_draws, *site_shape)``.
+    :param posterior: draws by site, ``(num_chains, num_draws, *site_shape)``.
     :param source: the model, its arguments and its keyword arguments, if any group needs them.
     :param log_likelihood: as for :meth:`ArvizExport.to_datatree`, like the other arguments.
     """

@@ -148,7 +148,7 @@ def test_a_failing_callback_is_dropped_with_a_warning():
             raise KeyError("loss_")
 
     bad, record = Bad(), Record()
-    with pytest.warns(UserWarning, match=r"Bad\.on_step failed \(KeyError: 'loss_'\), and is not"):
+    with pytest.warns(UserWarning, match=r"Bad\.on_step failed \(KeyError: 'loss_'\) and is not"):
         losses, _ = train_normal(callbacks=[bad, record])
     assert bad.calls == 1 and len(losses) == len(record.steps) == 30
     with pytest.warns(UserWarning, match="Bad"):  # another call tries it again

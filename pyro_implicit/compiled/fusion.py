@@ -57,7 +57,7 @@ class FusedGraph:
     >>> torch.isclose(fused([x])[0], (x.exp() * x).sum())
     tensor(True)
 
-    :param recorder: of a function, simplified or not.
+    :param recorder: recorder of a function, simplified or not.
     """
 
     def __init__(self, recorder: Recorder) -> None:

@@ -170,7 +170,8 @@ def simplify(recorder: Recorder) -> None:
 def _stack_writes(graph: fx.Graph) -> None:
     """Replace writes to elements of a new tensor by one stack of these elements, in place.
 
-    :param graph: of a function whose writes ``torch.func.functionalize`` replaced by new tensors.
+    :param graph: graph of a function whose writes ``torch.func.functionalize`` replaced by new
+        tensors.
     :raises Untraceable: if other writes are left.
     """
     for node in list(graph.nodes):

@@ -360,7 +360,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def must_run(node: fx.Node) -> bool:
-    """Tell whether a node has an effect beside its value."""
+    """Tell whether a node has side effects or draws random numbers."""
     return is_random(node) or (
         isinstance(node.target, Operation) and schema_of(node.target).is_mutable
     )

@@ -61,7 +61,7 @@ def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Obs
     """Return the observed sites of a model, sorted by their names, as in other models.
 
     :param target: the posterior.
-    :param draws: by site, ``(num_draws, *site_shape)``; the first draw is used.
+    :param draws: draws by site, ``(num_draws, *site_shape)``; the first draw is used.
     :raises ValueError: for a model without observed sites, or whose continuous data are constant.
     """
     found = {
@@ -142,8 +142,9 @@ class Pointwise:
         """Compute the log-likelihood of each observation at each draw.
 
         :param target: the posterior of all data.
-        :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
-        :param places: of the observations to compute, by default all, ``(num_observations,)``.
+        :param draws: draws by site, ``(num_chains, num_draws, *site_shape)``.
+        :param places: places of the observations to compute, by default all,
+            ``(num_observations,)``.
         :param scaled: see :meth:`Target.log_likelihood`.
         :raises ValueError: for draws that are all one point, observations that depend on discrete
             latent variables, and log-likelihoods that are not finite.
@@ -209,7 +210,7 @@ def observation_columns(
 def refuse_point(draws: Mapping[str, Tensor]) -> None:
     """Check that the draws of a posterior differ.
 
-    :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
+    :param draws: draws by site, ``(num_chains, num_draws, *site_shape)``.
     """
     if all((value == value[:1, :1]).all() for value in draws.values()):
         raise ValueError(

@@ -152,7 +152,7 @@ def power_scaling(
     """Compute the sensitivity of a posterior from its draws.
 
     :param target: the posterior.
-    :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
+    :param draws: draws by site, ``(num_chains, num_draws, *site_shape)``.
     :param prior_sites: the sites whose prior is scaled; see :meth:`Fit.sensitivity
         <pyro_implicit.fitting.Fit.sensitivity>`.
     :param quantities: a function of draws by site; by default all elements of all sites.

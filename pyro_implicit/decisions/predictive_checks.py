@@ -221,7 +221,8 @@ def predictive_check(
 
     :param group: which of both.
     :param target: the posterior.
-    :param draws: by site, ``(num_chains, num_draws, *site_shape)``; as many data sets are drawn.
+    :param draws: draws by site, ``(num_chains, num_draws, *site_shape)``; as many data sets are
+        drawn.
     :param statistics: test statistics by name; see :meth:`Fit.check_posterior_predictive
         <pyro_implicit.fitting.Fit.check_posterior_predictive>`.
     :raises ValueError: for draws that are all one point, a model without observed sites, a flat

@@ -78,7 +78,7 @@ class BatchedRuns:
     ) -> T:
         """Return what ``read`` finds in the trace of each run, stacked.
 
-        :param values: by site, ``(num_runs, *site_shape)``.
+        :param values: values by site, ``(num_runs, *site_shape)``.
         :param read: returns tensors, alone or in dicts and tuples, from a trace without subsampling
             sites, whose log-probabilities are not computed yet.
         :param otherwise: the result for a run that raises an error. By default it is NaN, or the

@@ -142,7 +142,7 @@ def turns_of(trace: Trace) -> dict[str, Tensor]:
     >>> turns_of(poutine.trace(model).get_trace())
     {'phi': tensor([0., 0.])}
 
-    :param trace: of a run of the model.
+    :param trace: trace of a run of the model.
     :returns: by site, of the shape of its value.
     """
     return {
@@ -164,7 +164,7 @@ def intervals_of(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:
     >>> intervals_of(poutine.trace(model).get_trace())
     {'phase': (tensor(0.), tensor(1.))}
 
-    :param trace: of a run of the model.
+    :param trace: trace of a run of the model.
     :returns: by site, lower and upper bounds of the shape of its value.
     """
     found = {name: _unwrapped(site["fn"]) for name, site in trace.nodes.items() if is_latent(site)}

@@ -57,7 +57,7 @@ class Integers:
     >>> integers(torch.tensor([2.0, 3.0])), integers.inv(torch.tensor([2, 3])).dtype
     (tensor([2, 3]), torch.float32)
 
-    :param dtype: of the values.
+    :param dtype: dtype of the values.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -83,8 +83,8 @@ class OneHots(Integers):
     >>> OneHots(torch.float32, 3)(torch.tensor([2.0]))
     tensor([[0., 0., 1.]])
 
-    :param dtype: of the values.
-    :param length: of the vectors.
+    :param dtype: dtype of the values.
+    :param length: length of the vectors.
     """
 
     def __init__(self, dtype: torch.dtype, length: int) -> None:
@@ -175,8 +175,8 @@ def elements_of(traces: Iterable[Trace], names: Iterable[str], like: Tensor) -> 
     A bound that differs between runs depends on other latent variables. It counts as infinite:
     values beyond it have the density 0.
 
-    :param traces: of runs of the model, at least one.
-    :param names: of the sampled sites, in the order of the vector.
+    :param traces: traces of runs of the model, at least one.
+    :param names: names of the sampled sites, in the order of the vector.
     :param like: a tensor of the vector's dtype and device.
     """
     lows, highs, labels = [], [], []
@@ -211,7 +211,7 @@ def sites_to_sample(trace: Trace) -> frozenset[str]:
 
     These are the variables that Pyro cannot enumerate; or all, without continuous latent variables.
 
-    :param trace: of a run of the model.
+    :param trace: trace of a run of the model.
     """
     discrete = {n: s for n, s in trace.nodes.items() if is_discrete_latent(s)}
     if not any(is_latent(s) and name not in discrete for name, s in trace.nodes.items()):

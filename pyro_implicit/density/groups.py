@@ -147,7 +147,7 @@ class Groups:
 
         :param batch: the last positional arguments of the model, as many as of the first one, or
             all of them.
-        :param rule: of the quadrature; by default that of these groups.
+        :param rule: rule of the quadrature; by default that of these groups.
         :raises TypeError: for another number of arguments.
         """
         number = len(self.target.args)
@@ -175,8 +175,8 @@ class Groups:
 
         The nodes of a product rule are constants, because the integral does not depend on them.
 
-        :param values: of the global sites, constrained, ``(num_points, *site_shape)``.
-        :param start: of :meth:`conditional`.
+        :param values: values of the global sites, constrained, ``(num_points, *site_shape)``.
+        :param start: initial values, as for :meth:`conditional`.
         :returns: ``(num_points, num_groups)``.
         """
         near = self.conditional({name: value.detach() for name, value in values.items()}, start)
@@ -253,7 +253,7 @@ class Groups:
         Draws of the conditional Gaussian are resampled by their importance weights; transitions of
         HMC, exact by Metropolis' rule, may follow.
 
-        :param values: of the global sites, constrained, ``(num_points, *site_shape)``.
+        :param values: values of the global sites, constrained, ``(num_points, *site_shape)``.
         :param num_moves: the number of transitions for each group.
         :returns: by local site, constrained, ``(num_points, *site_shape)``.
         """

@@ -22,20 +22,17 @@ from pyro_implicit.density.run_mode import all_runs, in_each_run
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import site_parts
 
-__all__ = ["Marginal", "MarginalModel"]
+__all__ = ["Marginal", "MarginalModel", "SplitSites"]
 
 
-class Marginal(ABC):
-    """The density of the remaining latent variables, and draws of the integrated ones.
+class SplitSites:
+    """The latent variables of a posterior, split into integrated and remaining ones.
 
     :param target: the posterior of all latent variables.
     :param exact: the same posterior in the precision of the computation.
     :param names: the sites that are integrated out.
     :param policy: limits and tolerances.
-    :cvar how: whether sites are "integrated" or "summed" out.
     """
-
-    how: ClassVar[str] = "integrated"
 
     def __init__(
         self, target: Target, exact: Target, names: list[str], policy: MarginalPolicy
@@ -52,6 +49,17 @@ class Marginal(ABC):
         self._own_index = torch.cat([parts[name].flatten() for name in names]).to(like.device)
         self.dim, self.num_integrated = len(self._rest_index), len(self._own_index)
         self.init_loc = like[self._rest_index].double()
+
+
+class Marginal(SplitSites, ABC):
+    """The density of the remaining latent variables, and draws of the integrated ones.
+
+    The arguments are those of :class:`SplitSites`.
+
+    :cvar how: whether sites are "integrated" or "summed" out.
+    """
+
+    how: ClassVar[str] = "integrated"
 
     @abstractmethod
     def evaluate(self, rest: Tensor, with_score: bool = True) -> tuple[Tensor, Tensor]:

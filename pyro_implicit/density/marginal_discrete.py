@@ -322,7 +322,7 @@ class DiscreteMarginal(Marginal):
         """Return the terms of each element and its parent, see :func:`sum_product`.
 
         Elements of even depth have one dimension of the values, those of odd depth another: nested
-        calls of ``vmap`` compute whatever depends on one of them for its values alone.
+        calls of ``vmap`` evaluate a term that depends on only one of them at only its values.
         """
         owners, number = self._owners, values.shape[1]
         of_sites = torch.tensor([name in self._paired for name in self._sites])

@@ -13,6 +13,7 @@ pattern, give P(r) (Curtis, Powell and Reid, 1974).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee
 from torch import Tensor
 
-from pyro_implicit.density.marginal import Marginal
+from pyro_implicit.density.marginal import Marginal, SplitSites
 from pyro_implicit.density.policy import MARGINAL, MarginalPolicy
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.block_tridiagonal import BlockFactor
@@ -31,7 +32,7 @@ from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.sites import site_parts
 
-__all__ = ["NormalMarginal", "find_normal_marginal"]
+__all__ = ["JointDensity", "NormalMarginal", "find_normal_marginal"]
 
 
 class _Sums(NamedTuple):
@@ -54,18 +55,11 @@ class _Structure(NamedTuple):
     is_chain: bool  # whether blocks have neighbours
 
 
-class NormalMarginal(Marginal):
-    """The density of the remaining latent variables, and draws of the integrated ones.
+class JointDensity(SplitSites):
+    """The joint density in coordinates of the integrated sites, and its Hessian by them.
 
-    Only :func:`find_normal_marginal` makes it: ``_structure`` is set by ``_find_structure``.
-
-    :param target: the posterior of all latent variables.
-    :param exact: the same posterior in the precision of the computation.
-    :param names: the sites that are integrated out.
-    :param policy: limits and tolerances.
+    The arguments are those of :class:`SplitSites`.
     """
-
-    _structure: _Structure
 
     def __init__(
         self, target: Target, exact: Target, names: list[str], policy: MarginalPolicy
@@ -74,7 +68,9 @@ class NormalMarginal(Marginal):
         self._coordinates = dict.fromkeys(names, _Sums())
         self._centre = exact.init_loc[self._own_index]
 
-    # The joint density in coordinates of the integrated sites
+    def rest_of(self, vectors: Tensor) -> Tensor:
+        """Return the remaining sites of vectors ``(num_points, latent_dim)``."""
+        return vectors[:, self._rest_index].to(self._centre)
 
     def _to_latent(self, points: Tensor) -> Tensor:
         if not any(sums.times for sums in self._coordinates.values()):
@@ -108,10 +104,8 @@ class NormalMarginal(Marginal):
         (gradient,) = torch.autograd.grad(value.sum(), points, create_graph=True)
         return value, gradient
 
-    # Detection
-
     @torch.enable_grad()
-    def _is_quadratic(self, rest: Tensor) -> bool:
+    def is_quadratic(self, rest: Tensor) -> bool:
         """Return whether the density is quadratic in the integrated sites, as far as seen.
 
         Value, gradient and Hessian at random points, near and far, must be those of one quadratic
@@ -152,32 +146,25 @@ class NormalMarginal(Marginal):
         return bool(is_close) and bool((error <= tolerance * size + tolerance).all())
 
     @property
-    def work(self) -> int:
-        """Roughly proportional to the time of a fit of the remaining sites.
-
-        A step of Newton's method takes two scores for each of their dimensions, a score some
-        products with the Hessian; and more dimensions need more steps, weights and transitions.
-        """
-        return len(self._structure.seeds) * (2 * self.dim + 1) ** 2
-
-    @property
     def _tolerance(self) -> float:
         return _tolerance(self._centre.dtype, self.policy)
 
-    def _choose_coordinates(self, rest: Tensor) -> None:
-        """Choose for each site the sums in which a column of the Hessian has fewest entries."""
+    def in_sparse_coordinates(self, rest: Tensor) -> JointDensity:
+        """Return the density in the sums of each site whose Hessian has fewest entries."""
+        found = copy.copy(self)
         for name, shape in self._own.items():
-            best = math.inf
+            fewest = math.inf
             if shape.numel() < self.policy.least_integrated:
                 continue
             dims = [-1 - dim for dim in range(len(shape)) if shape[-1 - dim] > 1]
             for sums in [_Sums(), *(_Sums(dim, times) for times in (1, 2) for dim in dims)]:
-                before, self._coordinates[name] = self._coordinates[name], sums
-                count = self._count_entries(rest, name)
-                if count < best:
-                    best = count
-                else:
-                    self._coordinates[name] = before
+                tried = copy.copy(found)
+                tried._coordinates = found._coordinates | {name: sums}
+                count = tried._count_entries(rest, name)
+                if count < fewest:
+                    fewest, found = count, tried
+        found._centre = found._to_points(self._centre.unsqueeze(0)).squeeze(0)
+        return found
 
     def _columns(self, rest: Tensor, seeds: Tensor) -> Tensor:
         """Return the precision matrix times vectors at one point, ``(num_seeds, n)``."""
@@ -198,15 +185,15 @@ class NormalMarginal(Marginal):
     def _zero(self) -> float:
         return max(self.policy.zero, torch.finfo(self._centre.dtype).eps)
 
-    def _find_structure(self, rest: Tensor) -> bool:
-        """Find the sparsity pattern and its layout; return whether a factor is affordable."""
+    def find_structure(self, rest: Tensor) -> _Structure | None:
+        """Return the sparsity pattern and its layout; None if a factor is too expensive."""
         for read in (self._guessed_pattern, self._whole_pattern):
             pattern = read(rest)
-            if pattern is not None and self._is_pattern(pattern, rest):
-                found = self._structure
+            found = None if pattern is None else self._laid_out(pattern, rest)
+            if found is not None:
                 cubes = found.num_blocks * found.size**3 * (3 if found.is_chain else 1)
-                return cubes <= self.policy.most_operations
-        return False
+                return found if cubes <= self.policy.most_operations else None
+        return None
 
     def _guessed_pattern(self, rest: Tensor) -> csr_array | None:
         """Return the pattern in which all columns have entries where some columns have them."""
@@ -239,11 +226,11 @@ class NormalMarginal(Marginal):
         which, row = (found > self._zero * found.amax(-1, True)).nonzero(as_tuple=True)
         return which.cpu().numpy(), row.cpu().numpy()
 
-    def _is_pattern(self, pattern: csr_array, rest: Tensor) -> bool:
-        """Lay out a pattern without its zeros; return whether products at all points agree."""
+    def _laid_out(self, pattern: csr_array, rest: Tensor) -> _Structure | None:
+        """Lay out a pattern without its zeros; None if products at some point disagree."""
         colours = _colour(pattern, self.policy.most_products)
         if colours is None:
-            return False
+            return None
         seeds = _seeds(colours).to(self._centre)
         vector = torch.randn(self.num_integrated).to(self._centre)
         row, column = pattern.nonzero()
@@ -254,15 +241,63 @@ class NormalMarginal(Marginal):
             built = csr_array((entries, (row, column)), shape=pattern.shape)
             product = torch.from_numpy(built @ vector.cpu().numpy())
             if not _close(product, found[-1], self._tolerance, self._own):
-                return False
+                return None
             largest = np.maximum(largest, np.abs(entries))
         is_used = (largest > 0) | (row == column)
         pattern = _symmetric(row[is_used], column[is_used], len(colours))
         colours = _colour(pattern, self.policy.most_products)
         if colours is None:
-            return False
-        self._structure = _lay_out(pattern, colours, self._centre, self.policy)
-        return True
+            return None
+        return _lay_out(pattern, colours, self._centre, self.policy)
+
+
+class NormalMarginal(JointDensity, Marginal):
+    """The density of the remaining latent variables, and draws of the integrated ones.
+
+    :param joint: the joint density in the coordinates of the structure.
+    :param structure: the entries of the precision matrix.
+    """
+
+    def __init__(self, joint: JointDensity, structure: _Structure) -> None:
+        super().__init__(joint.target, joint._exact, joint.names, joint.policy)
+        self._coordinates, self._centre = joint._coordinates, joint._centre
+        self._structure = structure
+
+    @classmethod
+    def of(cls, joint: JointDensity, starts: Tensor) -> NormalMarginal | None:
+        """Return the marginal of a quadratic density; None if it is expensive or inexact.
+
+        :param starts: vectors of all latent variables, ``(num_points, latent_dim)``.
+        :raises ValueError: for a quadratic function without a maximum, naming the site.
+        """
+        policy = joint.policy
+        if joint.dim > policy.most_remaining or joint.num_integrated > policy.most_integrated:
+            return None
+        rest = joint.rest_of(starts)
+        joint = joint.in_sparse_coordinates(rest)
+        structure = joint.find_structure(rest)
+        if structure is None:
+            return None
+        found = cls(joint, structure)
+        if found.work > policy.most_work:
+            return None
+        found.refuse_improper(rest)
+        return found if found._is_exact(rest) else None
+
+    @property
+    def work(self) -> int:
+        """Roughly proportional to the time of a fit of the remaining sites.
+
+        A step of Newton's method takes two scores for each of their dimensions, a score some
+        products with the Hessian; and more dimensions need more steps, weights and transitions.
+        """
+        return len(self._structure.seeds) * (2 * self.dim + 1) ** 2
+
+    def _is_exact(self, rest: Tensor) -> bool:
+        """Return whether marginal and conditional density make the joint one, at draws."""
+        faults = torch.stack([self.draw(rest, far)[2] for far in self.policy.distances[1:4]])
+        is_known = faults.isfinite().all(0)
+        return bool(is_known.any()) and bool((faults[:, is_known] < self.policy.max_fault).all())
 
     def refuse_improper(self, rest: Tensor) -> None:
         """Check that the precision matrix is positive definite somewhere.
@@ -458,8 +493,8 @@ def find_normal_marginal(
         names = sum(taken, group)
         if len(names) == len(target.shapes):
             continue  # a site must remain
-        tried = NormalMarginal(target, exact, names, policy)
-        if tried._is_quadratic(starts[:, tried._rest_index].to(exact.init_loc)):
+        joint = JointDensity(target, exact, names, policy)
+        if joint.is_quadratic(joint.rest_of(starts)):
             taken.append(group)
     large = [group for group in taken if _size(target, group) >= policy.least_integrated]
     if not large:
@@ -467,8 +502,9 @@ def find_normal_marginal(
     # A site on which all elements of another depend may make the matrix dense.
     usable: list[NormalMarginal] = []
     for number in dict.fromkeys((len(taken), len(large), 1)):
-        found = NormalMarginal(target, exact, sum(taken[:number], []), policy)
-        if _is_usable(found, starts):
+        joint = JointDensity(target, exact, sum(taken[:number], []), policy)
+        found = NormalMarginal.of(joint, starts)
+        if found is not None:
             usable.append(found)
         if usable and number <= len(large):
             break
@@ -507,21 +543,6 @@ def _bend(
 
 def _tolerance(dtype: torch.dtype, policy: MarginalPolicy) -> float:
     return torch.finfo(dtype).eps ** policy.rounding_power
-
-
-def _is_usable(found: NormalMarginal, starts: Tensor) -> bool:
-    policy, size = found.policy, found.num_integrated
-    if found.dim > policy.most_remaining or size > policy.most_integrated:
-        return False
-    rest = starts[:, found._rest_index].to(found._centre)
-    found._choose_coordinates(rest)
-    found._centre = found._to_points(found._centre.unsqueeze(0)).squeeze(0)
-    if not found._find_structure(rest) or found.work > policy.most_work:
-        return False
-    found.refuse_improper(rest)
-    faults = torch.stack([found.draw(rest, scale)[2] for scale in policy.distances[1:4]])
-    is_known = faults.isfinite().all(0)
-    return bool(is_known.any()) and bool((faults[:, is_known] < policy.max_fault).all())
 
 
 def _is_identity(transform: Any) -> bool:

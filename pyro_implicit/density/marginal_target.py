@@ -65,7 +65,7 @@ class MarginalTarget(Target):
 
     :param groups: the groups of a first minibatch.
     :param batches: all minibatches; each evaluation iterates over them once.
-    :param rule: of the quadrature.
+    :param rule: rule of the quadrature.
     :param has_all: whether the minibatches are all data. If they have fewer or more groups than
         the plate, as without a last minibatch that is too small, the sum is scaled.
     :raises ValueError: if all latent variables belong to groups.

@@ -75,13 +75,14 @@ def find_modes(
     :param max_rounds: the maximal number of rounds.
     :param max_iterations: the maximal length of a path.
     :param num_draws: draws for each ELBO along the paths.
-    :param max_gap: modes whose ELBO is so many nats below the best one are dropped.
-    :param max_seconds: of wall time, after the first step of all paths. A search that it ends is
-        not reproducible.
+    :param max_gap: nats; modes whose ELBO is further below the best one are dropped.
+    :param max_seconds: limit of wall time, after the first step of all paths. A search that it ends
+        is not reproducible.
     :param starts: further initial points of the first round, ``(n, latent_dim)``. If ten fixed
         points near the origin of unconstrained space include some that are 1,000 nats more probable
         than all draws of the prior, the prior is too vague, and these points are added.
-    :param symmetries: of the density; one is kept of all modes that they map to each other.
+    :param symmetries: symmetries of the density; one is kept of all modes that they map to each
+        other.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or
@@ -210,8 +211,8 @@ def antithetic_noise(loc: Tensor, num_draws: int) -> Tensor:
 def gaussian_elbo(log_prob: Tensor, noise: Tensor, factor: Tensor) -> Tensor:
     """Return the ELBO of Gaussians, each truncated to where the model has a density.
 
-    :param log_prob: of the model at their draws, ``(num_draws, num_gaussians)``.
-    :param noise: of the draws, ``(num_draws, num_gaussians, latent_dim)``.
+    :param log_prob: log-density of the model at their draws, ``(num_draws, num_gaussians)``.
+    :param noise: noise of the draws, ``(num_draws, num_gaussians, latent_dim)``.
     :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
     :returns: ``(num_gaussians,)``.
     """

@@ -94,7 +94,7 @@ class Model:
     def on(self, args: tuple, names: Iterable[str]) -> Model:
         """Return the same model with other arguments, which draws its subsampled indices anew.
 
-        :param names: of the latent variables.
+        :param names: names of the latent variables.
         """
         latents = Trace()
         for name in names:
@@ -385,7 +385,7 @@ class DiscreteSum:
     tensor(-1.6118)
 
     :param names: the sites to be summed out.
-    :param max_plate_nesting: of the model.
+    :param max_plate_nesting: ``max_plate_nesting`` of the model.
     """
 
     def __init__(self, names: frozenset[str], max_plate_nesting: int) -> None:
@@ -395,7 +395,7 @@ class DiscreteSum:
     def of(cls, trace: Trace, given: Any = ()) -> DiscreteSum | None:
         """Return the sum over all discrete latent variables of a model; None if it has none.
 
-        :param trace: of the model.
+        :param trace: trace of the model.
         :param given: sites that have a value of their own.
         :raises ValueError: for a site that cannot be summed out.
         """
@@ -423,7 +423,7 @@ class DiscreteSum:
     def collapse(self, trace: Trace) -> Trace:
         """Return the trace with one factor for the sum.
 
-        :param trace: of the enumerated model.
+        :param trace: trace of the enumerated model.
         :raises ValueError: if the sites in the sum have different scales (of minibatches).
         """
         minibatches = {n: site for n, site in trace.nodes.items() if site_is_subsample(site)}

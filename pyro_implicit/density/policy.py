@@ -58,6 +58,9 @@ class RunPolicy:
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 250
 
+    #: Points, at most, that are run one by one to find the sites to blame for an error.
+    num_blamed: int = 20
+
 
 @dataclass(frozen=True)
 class AnglePolicy:
@@ -246,8 +249,8 @@ class DiscretePolicy:
     #: which a sum is computed: a row of a mixture of 256 components.
     max_joint: int = 256
 
-    #: Discrete variables from which on sums over every other one of a chain are computed at once,
-    #: each of at most so many elements; larger sums take less time one after the other.
+    #: Smallest length of a chain of discrete variables in which every other variable is summed
+    #: out at once, and largest number of elements of such a sum; larger sums are faster one by one.
     least_chain: int = 8
     most_at_once: int = 256
 

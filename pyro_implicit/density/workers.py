@@ -36,8 +36,8 @@ def workers(number: int | None) -> Iterator[None]:
     ...     print(current_workers().number)
     2
 
-    :param number: of processes, this one included; by default as many as torch has intra-operation
-        threads, at most 4.
+    :param number: number of processes, this one included; by default as many as torch has
+        intra-operation threads, at most 4.
     :raises ValueError: for a number below 1.
     """
     if number is None:
@@ -65,7 +65,7 @@ class Workers:
     systems than Linux, a program that may use an accelerator), inside the processes of an executor,
     which share the cores already, and after an error of a process.
 
-    :param number: of processes, this one included.
+    :param number: number of processes, this one included.
     """
 
     def __init__(self, number: int) -> None:

@@ -102,21 +102,23 @@ def compare(
     >>> bool(report.floor_ratio > 3)
     True
 
-    :param model: of guide and reference, to look for mass that the reference lacks; None where both
-        are draws.
+    :param model: model of guide and reference, to look for mass that the reference lacks; None
+        where both are draws.
     :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
-        what has ``get_samples()``. What :func:`~pyro_implicit.fit` returned stands for its
+        an object with ``get_samples()``. A result of :func:`~pyro_implicit.fit` is replaced by its
         ``posterior``.
-    :param reference: what has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
-        run or what :func:`~pyro_implicit.refine` returned, or a dict of draws, which may be one by
+    :param reference: an object with ``get_samples()``, such as an
+        :class:`~pyro.infer.mcmc.api.MCMC` that has run or a result of
+        :func:`~pyro_implicit.refine`, or a dict of draws, which may be one by
         ``get_samples(group_by_chain=True)``: ``(num_chains, num_samples, *site shape)``.
     :param args: the arguments of the model and the guide.
     :param num_samples: number of draws from the guide; default: as many as the reference has.
-    :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
-        tensor or a dict of tensors ``(num_draws, *shape)``, which are then compared in place of the
-        sites, as in :func:`~pyro_implicit.refine`. By default ``"latents"``, except for a model of
-        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
-        at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
+    :param quantities: function from a dict of constrained draws by site,
+        ``(num_draws, *site_shape)``, to a tensor or a dict of tensors ``(num_draws, *shape)``,
+        which are compared in place of the sites, as in :func:`~pyro_implicit.refine`. By default
+        ``"latents"``; for a model of :func:`~pyro_implicit.nn.classifier` or
+        :func:`~pyro_implicit.nn.regressor`, its predictions at up to 50 of the inputs
+        (:class:`~pyro_implicit.nn.FunctionValues`).
     :param policy: the limits of the verdict; by default those of
         :class:`~pyro_implicit.diagnostics.ComparePolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
@@ -132,7 +134,7 @@ def compare(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if not _has_draws(reference):
         raise TypeError(
-            "reference must be an MCMC that has run (what has get_samples()) or a dict of draws; "
+            "reference must be an MCMC that has run (with get_samples()) or a dict of draws, but "
             f"got {type(reference).__name__}. Cure: compare(model, guide, reference, *args)"
         )
     reference_draws = samples_of(reference, "reference")
@@ -140,7 +142,7 @@ def compare(
         if num_samples is not None:
             raise ValueError(
                 "num_samples is the number of draws to take from a guide; draws that are there "
-                "already are compared as they are. Leave num_samples out, or slice the draws."
+                "already are compared as they are. Cure: leave num_samples out, or slice the draws"
             )
         guide_draws = example = samples_of(guide, "guide")
     else:
@@ -229,12 +231,14 @@ def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:
     counts = {name: value.shape[:1].numel() for name, value in draws.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"the sites of the {side} have different numbers of draws: {counts}. Every tensor "
-            "must be (num_samples, *site shape)."
+            f"the sites of the {side} have different numbers of draws: {counts}. Cure: tensors "
+            "(num_samples, *site shape)"
         )
     count = next(iter(counts.values()), 0)
     if draws and count < at_least:
-        raise ValueError(f"the {side} has {count} draws; compare needs at least {at_least}.")
+        raise ValueError(
+            f"the {side} has {count} draws, but compare needs at least {at_least}. Cure: more draws"
+        )
     return count
 
 
@@ -243,8 +247,8 @@ def _common_sites(guide: dict[str, Tensor], reference: dict[str, Tensor]) -> lis
     if not names:
         raise ValueError(
             f"the guide and the reference have no site in common: guide {sorted(guide)}, "
-            f"reference {sorted(reference)}. A reparameterised reference needs its deterministic "
-            "sites added: Predictive(model, mcmc.get_samples())(...)."
+            f"reference {sorted(reference)}. Cure: the same model; for a reparameterised reference "
+            "add its deterministic sites, by Predictive(model, mcmc.get_samples())(...)"
         )
     return names
 
@@ -253,8 +257,8 @@ def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape[1:] != y.shape[1:]:
         raise ValueError(
             f"site {name!r} has shape {tuple(x.shape[1:])} in the guide and "
-            f"{tuple(y.shape[1:])} in the reference (after the sample dimension). Give both "
-            "the same model arguments, and draws as (num_samples, *site shape)."
+            f"{tuple(y.shape[1:])} in the reference (after the sample dimension). Cure: the "
+            "same model arguments for both, and draws of shape (num_samples, *site shape)"
         )
     dtype = torch.promote_types(x.dtype, y.dtype)
     if not dtype.is_floating_point:
@@ -264,8 +268,8 @@ def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         bad = int((~value.isfinite()).reshape(len(value), -1).any(dim=-1).sum())
         if bad:
             raise ValueError(
-                f"site {name!r}: {bad} of {len(value)} draws of the {side} are not finite. Look "
-                "for a diverged fit, or leave the site out of a dict of draws."
+                f"site {name!r}: {bad} of {len(value)} draws of the {side} are not finite. Cure: "
+                "look for a diverged fit, or leave the site out of a dict of draws"
             )
     return x, y
 
@@ -275,7 +279,8 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
     unknown.
 
     :param source: what has ``get_samples(group_by_chain=True)``, or a dict.
-    :param site_dims: of each site's values: a dict of draws with one dimension more has chains.
+    :param site_dims: number of dimensions of each site's values: a dict of draws with one dimension
+        more has chains.
     """
     if isinstance(source, Mapping):
         common = [name for name in source if name in site_dims]
@@ -303,7 +308,7 @@ def check_mixing(
     >>> next(found.faults())
     'R-hat 2.49 of `x`'
 
-    :param draws: by site, ``(num_draws, *site_shape)``, in the order of the chain or chains.
+    :param draws: draws by site, ``(num_draws, *site_shape)``, in the order of the chain or chains.
     :param chains: the same with their chains apart.
     :param source: that they are from.
     """
@@ -353,7 +358,7 @@ def missing_mass(
 
     :param target: the posterior.
     :param guide: a guide, or its draws.
-    :param guide_draws: by site, ``(num_draws, *site_shape)``.
+    :param guide_draws: draws by site, ``(num_draws, *site_shape)``.
     :param reference_draws: likewise.
     :param policy: with fewer far draws than its ``least_mass``, the mass counts as 0.
     :raises ValueError: if one side lacks a latent variable.

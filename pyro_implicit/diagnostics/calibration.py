@@ -135,8 +135,8 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
     :param args: the model's arguments, as ``kwargs``: they give the data's shapes, and covariates.
         Data must reach the model by ``obs=`` alone.
     :param num_simulations: number of data sets and fits.
-    :param num_draws: of each fit; independent ones, so thin those of MCMC.
-    :param num_bins: of the histograms, at most a fifth of ``num_simulations``.
+    :param num_draws: number of independent draws of each fit; thin those of MCMC.
+    :param num_bins: number of bins of the histograms, at most a fifth of ``num_simulations``.
     :param executor: runs the fits, for instance a ``concurrent.futures.ProcessPoolExecutor`` or the
         ``get_executor()`` of a Dask client, for which ``model`` and ``fit`` must be picklable. Each
         fit then has a random stream of its own, whose seed is drawn from the caller's.
@@ -199,7 +199,7 @@ def _ranks(task: tuple[Any, ...]) -> dict[str, Tensor]:
 def calibration_of(ranks: dict[str, Tensor], num_draws: int, num_bins: int) -> Calibration:
     """Test whether ranks are uniform.
 
-    :param ranks: by site, ``(num_simulations, *site_shape)``, from 0 to ``num_draws``.
+    :param ranks: ranks by site, ``(num_simulations, *site_shape)``, from 0 to ``num_draws``.
     """
     bins = torch.arange(num_draws + 1) * num_bins // (num_draws + 1)
     counts, p_values = {}, {}

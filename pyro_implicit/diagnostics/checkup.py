@@ -258,15 +258,15 @@ def plan_effort(
     >>> plan_effort(Target(model), 2000, 100, 20, False, 500, 60.0)[:3]
     (2000, 4, 20)
 
-    :param target: the posterior; it is evaluated a few times at its start.
-    :param num_samples: wanted.
-    :param least_samples: so many in any case.
-    :param num_transitions: wanted.
-    :param can_search: whether modes are to be searched for.
-    :param chunk_size: draws at a time.
-    :param max_seconds: of one core, as counted.
-    :param num_chains: of HMC, at most.
-    :param weight: seconds of the guide's density at one draw.
+    :param target: the posterior; it is evaluated a few times at its initial point.
+    :param num_samples: the requested number of draws.
+    :param least_samples: the smallest number of draws, whatever the budget.
+    :param num_transitions: the requested number of HMC transitions.
+    :param can_search: whether the mode search may run.
+    :param chunk_size: draws in memory at a time.
+    :param max_seconds: the budget in seconds of one core, from operation counts.
+    :param num_chains: the largest number of HMC chains.
+    :param weight: seconds that the guide's density at one draw takes.
     """
     extra = max(
         0, min(EFFORT.num_scores, EFFORT.max_numbers // (num_samples * target.latent_dim) - 1)
@@ -349,7 +349,7 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
                 return 0.0
             one = seconds(1)
             step = (seconds(3) - one) / 2
-        except Exception:  # of which the verdict is going to tell
+        except Exception:  # the verdict reports it
             return 0.0
     return (one + (num_steps - 1) * max(0.0, step)) / chunk_size
 
@@ -371,7 +371,7 @@ def check_sites(sampler: Sampler) -> None:
     target = sampler.target
     try:
         nodes = trace_guide(sampler.guide, target.args, target.kwargs).nodes
-    except BAD_DRAWS:  # of which the verdict is going to tell
+    except BAD_DRAWS:  # the verdict reports them
         return
     for name, value in target.constrain(target.init_loc).items():
         if name not in nodes:
@@ -387,7 +387,7 @@ def check_sites(sampler: Sampler) -> None:
 def refuse_outside(target: Target, draws: dict[str, Tensor]) -> None:
     """Check that draws are in the supports of the model's continuous latents.
 
-    :param draws: by site, ``(num_draws, *site_shape)``.
+    :param draws: draws by site, ``(num_draws, *site_shape)``.
     :raises ValueError: otherwise, with the name of the first such site.
     """
     for name in target.shapes:

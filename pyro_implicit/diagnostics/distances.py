@@ -8,6 +8,7 @@ call gives the same number, and Pyro's random stream is left as it was.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def sliced_wasserstein_floor(
     seed: int = 0,
     effective_size: float | None = None,
 ) -> Tensor:
-    r"""What :func:`sliced_wasserstein` of order 2 would still show for a perfect approximation.
+    r"""Sliced 2-Wasserstein distance that sampling noise alone gives exact draws.
 
     It is the distance between ``num_samples`` independent exact draws and the reference. The only
     exact draws at hand are the ``m`` rows of ``reference``, so two random halves are compared. The
@@ -106,7 +107,9 @@ def sliced_wasserstein_floor(
     """
     size = reference.size(0)
     if size < 4:
-        raise ValueError(f"reference has {size} draws; a sampling floor needs at least 4.")
+        raise ValueError(
+            f"reference has {size} draws, but a sampling floor needs at least 4. Cure: more draws"
+        )
     generator = _generator(reference, seed)
     half = size // 2
     squared = reference.new_zeros(())
@@ -161,27 +164,41 @@ def sliced_wasserstein_interval(
         return 0.0, 0.0
     length = square.sqrt()
     own = noise.square().mean((1, 2))
-    candidates = torch.linspace(0, 1, 1000).to(x) * (length + 4 * own.max().sqrt())
-    candidates = candidates.unsqueeze(-1)
-    ends = []
+    farthest = length + DISTANCES.reach * own.max().sqrt()
+    candidates = torch.linspace(0, 1, DISTANCES.num_candidates).to(x) * farthest
     # A difference that noise nearly cancels may lie in the direction of the most noise.
     flat = noise.flatten(1)
     share = torch.linalg.eigh(flat @ flat.mT).eigenvectors[:, -1]
     widest = (share @ flat).view_as(difference)
-    for direction in (difference, widest):
-        norm = direction.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
-        along = (noise * direction).mean((1, 2)) / norm
-        shown = candidates.square() + 2 * candidates * along + own
-        is_low = (shown >= square).double().mean(-1) >= DISTANCES.tail
-        is_high = (shown <= square).double().mean(-1) >= DISTANCES.tail
-        low = candidates[int(is_low.double().argmax())].item()  # the first that shows as much
-        ends.append((low, candidates[is_high].max().item() if is_high.any() else low))
-    low, high = ends[0][0], max(ends[0][1], ends[1][1])
-    if not is_high.any() and square < own.min():  # sets nearer to each other than chance allows
+    first, second = (_ends(way, noise, square, candidates) for way in (difference, widest))
+    low, high = first.low, max(first.high, second.high)
+    is_explained = first.is_explained or second.is_explained
+    if not is_explained and square < own.min():  # sets nearer to each other than chance allows
         high = own.quantile(1 - DISTANCES.tail).sqrt().item()
-    # In units of the distance in all directions, of which these are a few.
+    # In units of the distance in all directions; the bootstrap has only a few of them.
     unit = (sliced_wasserstein(x, y, seed=seed) / length).item() if square > 0 else 1.0
     return low * unit, max(low, high) * unit
+
+
+class _Ends(NamedTuple):
+    """Both ends of an interval, and whether any distance explains the observed one."""
+
+    low: float
+    high: float
+    is_explained: bool
+
+
+def _ends(way: Tensor, noise: Tensor, square: Tensor, candidates: Tensor) -> _Ends:
+    """Return the interval of distances if the true difference has the direction ``way``."""
+    norm = way.square().mean().sqrt().clamp(min=torch.finfo(way.dtype).tiny)
+    along = (noise * way).mean((1, 2)) / norm
+    distances = candidates.unsqueeze(-1)
+    shown = distances.square() + 2 * distances * along + noise.square().mean((1, 2))
+    is_low = (shown >= square).double().mean(-1) >= DISTANCES.tail
+    is_high = (shown <= square).double().mean(-1) >= DISTANCES.tail
+    low = candidates[int(is_low.double().argmax())].item()  # the first that shows as much
+    is_explained = bool(is_high.any())
+    return _Ends(low, candidates[is_high].max().item() if is_explained else low, is_explained)
 
 
 def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: int = 0) -> Tensor:
@@ -214,7 +231,8 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: i
     _check_matrices(x, y)
     if min(x.size(0), y.size(0)) < 2:
         raise ValueError(
-            f"MMD needs at least 2 draws of each; got {x.size(0)} of x and {y.size(0)} of y."
+            f"maximum_mean_discrepancy needs at least 2 draws of each, but got {x.size(0)} of x "
+            f"and {y.size(0)} of y. Cure: more draws"
         )
     x, y = _random_rows(x, max_rows, seed), _random_rows(y, max_rows, seed + 1)
     xx, yy, xy = torch.pdist(x), torch.pdist(y), pairwise_distances(x, y).flatten()
@@ -275,7 +293,7 @@ def whiten(x: Tensor, reference: Tensor) -> Tensor:
     if reference.size(0) <= x.size(1) or (diagonal.abs() <= rounding(reference)).any():
         raise ValueError(
             f"the covariance of the {reference.size(0)} reference draws in {x.size(1)} dimensions "
-            "is singular; leave out constant or duplicated coordinates, or use more draws."
+            "is singular. Cure: leave out constant or duplicated coordinates, or more draws"
         )
     factor = (upper * diagonal.sign()[:, None]).mT / (reference.size(0) - 1) ** 0.5
     return torch.linalg.solve_triangular(factor, (x - mean).mT, upper=False).mT
@@ -337,8 +355,11 @@ def _generator(like: Tensor, seed: int) -> torch.Generator:
 def _check_matrices(x: Tensor, y: Tensor) -> None:
     if x.dim() != 2 or y.dim() != 2 or x.size(1) != y.size(1):
         raise ValueError(
-            "expected draws of shapes (n, dim) and (m, dim) with the same dim; got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}. Flatten the sites of a draw into one row."
+            "draws must have shapes (n, dim) and (m, dim) with the same dim, but got "
+            f"{tuple(x.shape)} and {tuple(y.shape)}. Cure: flatten the sites of a draw into one row"
         )
     if not (math.prod(x.shape) and math.prod(y.shape)):
-        raise ValueError(f"empty draws: shapes {tuple(x.shape)} and {tuple(y.shape)}.")
+        raise ValueError(
+            f"x or y is empty: shapes {tuple(x.shape)} and {tuple(y.shape)}. Cure: at least one "
+            "draw and one coordinate in each"
+        )

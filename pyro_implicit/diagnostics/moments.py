@@ -92,7 +92,7 @@ def ratio_by_difference(excess: float) -> float:
 
 
 class Rows(NamedTuple):
-    """What is tested, one row for each draw: ``shifts`` ``(n, m)``, ``products``, ``constants``
+    """The tested terms, one row for each draw: ``shifts`` ``(n, m)``, ``products``, ``constants``
     ``(n,)``."""
 
     shifts: Tensor
@@ -449,8 +449,9 @@ def _refuse_far(draws: Tensor) -> None:
     if farthest > limit:
         number = int((distance.amax(-1) > limit).sum())
         raise CollapsedError(
-            f"{number} of {len(draws)} draws lie up to {farthest:.0e} sds of the others away from "
-            "them. Cure: fit again with a smaller learning rate, or without whatever throws them"
+            f"{number} of {len(draws)} draws are outliers, up to {farthest:.0e} standard "
+            "deviations from the median. Cure: fit again with a smaller learning rate, or correct "
+            "the part of the model or guide that produces the outliers"
         )
 
 

@@ -146,7 +146,7 @@ class CheckPolicy:
 
 @dataclass(frozen=True)
 class EffortPolicy:
-    """What ``diagnose`` computes, and what a limit of seconds takes away."""
+    """The effort of ``diagnose``, and its reductions to meet a time limit."""
 
     #: Draws of the guide, by default.
     num_samples: int = 2000
@@ -308,6 +308,11 @@ class DistancePolicy:
 
     #: Probability beyond either end of the interval.
     tail: float = 0.025
+
+    #: Distances that are tried as ends: from 0 to the observed distance plus this multiple of the
+    #: largest noise of a resample, evenly spaced.
+    num_candidates: int = 1000
+    reach: float = 4.0
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: 
     """Describe errors of one kind.
 
     :param faults: the worst first, at least one.
-    :param labels: of the coordinates.
+    :param labels: labels of the coordinates.
     :param given_rest: whether standard deviations are those given all other coordinates.
     """
     worst, *others = faults
@@ -150,8 +150,8 @@ def find_quantities(
     x = args[0] if args else kwargs.get("x")
     if not isinstance(x, Tensor):
         raise ValueError(
-            "a network is judged by its predictions, for which there are no inputs. Cure: give "
-            'those of the model, (model, guide, ..., x, y), or quantities="latents" for the weights'
+            "a network is judged by its predictions, but no inputs were given. Cure: the arguments "
+            'of the model, (model, guide, ..., x, y), or quantities="latents" for the weights'
         )
     return FunctionValues(model, x)
 
@@ -184,7 +184,7 @@ class Observed:
 
     Those that are the same at all draws are left out.
 
-    :param function: of constrained draws by site.
+    :param function: function of constrained draws by site.
     :param target: the posterior.
     :param points: draws of the guide, ``(num_draws, latent_dim)``.
     :raises CollapsedError: if all are the same, or any is not finite.

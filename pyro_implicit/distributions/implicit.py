@@ -95,8 +95,8 @@ class Implicit(TorchDistribution):
         if len(noise.event_shape) != 1:
             raise ValueError(
                 f"{type(self).__name__} needs a noise distribution over vectors, but got batch "
-                f"shape {tuple(noise.batch_shape)} and event shape {tuple(noise.event_shape)}: "
-                "declare its rightmost dimension as the event with noise.to_event(1)"
+                f"shape {tuple(noise.batch_shape)} and event shape {tuple(noise.event_shape)}. "
+                "Cure: noise.to_event(1), which declares its rightmost dimension as the event"
             )
         batch_shape = noise.batch_shape
         if context is not None:
@@ -129,8 +129,8 @@ class Implicit(TorchDistribution):
         if shape[:1] != (2,):
             raise ValueError(
                 f"the generator of {type(self).__name__} turned noise of shape "
-                f"{tuple(arguments[0].shape)} into {tuple(shape)}; it must keep the leading batch "
-                "shape (2,)"
+                f"{tuple(arguments[0].shape)} into {tuple(shape)}. Cure: a generator that keeps "
+                "the leading batch shape (2,)"
             )
         return shape[1:]
 
@@ -181,7 +181,7 @@ class Implicit(TorchDistribution):
     ) -> Draw:
         """Draw a value with its noise.
 
-        :param sample_shape: of independent draws.
+        :param sample_shape: sample shape of independent draws.
         :param linearise: whether to compute the generator's derivative in the same pass.
         :param noise_gradient: whether value and derivative can be differentiated in the noise.
         :returns: a draw of batch shape ``(*sample_shape, *batch_shape)``, differentiable in the
@@ -294,8 +294,8 @@ def draw_through(
             transforms = [*fn.transforms, *transforms]
         elif not isinstance(fn, torch.distributions.Independent):
             raise ValueError(
-                f"cannot train an implicit distribution inside {type(fn).__name__}; wrap it only "
-                "by to_event or TransformedDistribution (and mask by pyro.poutine.mask)"
+                f"cannot train an implicit distribution inside {type(fn).__name__}. Cure: wrap it "
+                "only by to_event or TransformedDistribution, and mask by pyro.poutine.mask"
             )
         fn = fn.base_dist
     drawn = draw(fn)
@@ -352,8 +352,8 @@ class SemiImplicit(Implicit):
         if self.scale.dim() and not _broadcasts(self.scale.shape, shape):
             raise ValueError(
                 f"the scale of {type(self).__name__} has shape {tuple(self.scale.shape)}, which "
-                f"does not broadcast to the values' shape {tuple(shape)}; give the noise that "
-                "batch shape too: noise=dist.Normal(...).expand([...]).to_event(1)"
+                f"does not broadcast to the values' shape {tuple(shape)}. Cure: noise of that "
+                "batch shape, noise=dist.Normal(...).expand([...]).to_event(1)"
             )
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> SemiImplicit:
@@ -413,13 +413,13 @@ class Mixture(TorchDistribution):
         shapes = [(tuple(q.batch_shape), tuple(q.event_shape)) for q in components]
         if log_weights.shape != (len(shapes),) or not shapes:
             raise ValueError(
-                f"log_weights has shape {tuple(log_weights.shape)} for {len(shapes)} components; "
-                "give one number for each, and at least one component"
+                f"log_weights has shape {tuple(log_weights.shape)} for {len(shapes)} components. "
+                "Cure: one number for each, and at least one component"
             )
         if any(batch or len(event) != 1 or event != shapes[0][1] for batch, event in shapes):
             raise ValueError(
                 "the components of a mixture must be vectors of one size, without a batch shape, "
-                f"but their (batch_shape, event_shape) are {shapes}; mix first, then expand"
+                f"but their (batch_shape, event_shape) are {shapes}. Cure: mix first, then expand"
             )
         if not log_weights.logsumexp(0).isfinite():
             raise ValueError(f"log_weights cannot be normalised: {log_weights.tolist()}")

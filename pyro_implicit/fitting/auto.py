@@ -142,8 +142,8 @@ def fit(
        draws by them.
     7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
        many short chains, unless the guide is within 0.01 nats of it. Chains that would end before
-       they forget their starts go on as fewer, longer chains. A guide that was not trained then
-       takes the moments of the draws (**teach**). For several modes annealed particles
+       they forget their initial values continue as fewer, longer chains. A guide that was not
+       trained then takes the moments of the draws (**teach**). For several modes annealed particles
        replace the chains and give the modes' weights. ``result.sample`` then draws from
        ``result.refined``.
 

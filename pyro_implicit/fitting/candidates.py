@@ -615,7 +615,7 @@ def corrected_draws(
     """Resample draws of a guide with an exact density by their Pareto-smoothed weights.
 
     :param efficiency: the effective sample size of these weights, as a share.
-    :param symmetries: of the posterior, by random members of which the draws are moved.
+    :param symmetries: symmetries of the posterior, by random members of which the draws are moved.
     :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
     """
     efficiency *= policy.usual_share

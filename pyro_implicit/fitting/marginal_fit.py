@@ -143,9 +143,8 @@ def fit_discrete(
     names = ", ".join(f"'{name}'" for name in target.sampled)
     if refine is False:
         raise ValueError(
-            f"refine=False leaves no way to the posterior of the discrete latents {names}, which "
-            "chains sample: no automatic guide has them. Cure: refine='auto', or a guide of your "
-            "own"
+            f"refine=False excludes chains, which alone sample the discrete latents {names}: no "
+            "automatic guide has them. Cure: refine='auto', or a guide of your own"
         )
     if parameters := model_parameters(target):
         raise ValueError(_why_not_learnt(target, list(parameters)))

@@ -45,7 +45,7 @@ from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["fit_network", "refuse_missing_targets", "score_validation", "train_by_minibatches"]
 
-LONGER = "ensemble, longer"  # the stage in which an ensemble goes on after rejected chains
+LONGER = "ensemble, longer"  # the ensemble's training continues after rejected chains
 
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
@@ -172,7 +172,7 @@ def _train_ensemble(
 ) -> None:
     """Train on the rows that are not held out, until the ensemble predicts the others best.
 
-    :param guide: a trained ensemble that goes on.
+    :param guide: a trained ensemble whose training continues.
     """
     policy, whole = stages.policy.network, (stages.trained, stages.args, stages.kwargs)
     if rows is not None:
@@ -244,10 +244,10 @@ def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> N
 def _run_chains(
     stages: Stages, target: Target, gradients: int, rows: HeldOutRows | None, least: int
 ) -> Fit:
-    """Run chains on the training rows, score them, and go on from their ends with all rows.
+    """Run chains on the training rows, score them, and continue from their ends with all rows.
 
-    :param least: if ``max_seconds`` ends chains before so many gradients, the ensemble remains; 0
-        if the user wants chains in any case.
+    :param least: the smallest number of gradients; if ``max_seconds`` ends chains earlier, the
+        ensemble remains. 0 if the user requires chains.
     """
     # If the held-out rows are no training rows, all gradients are those of the first chains.
     result, policy = stages.result, stages.policy.network
@@ -412,7 +412,7 @@ def split_rows(
     >>> len(rows.x), rows.held[0][1].bincount(), rows.model.num_data
     (180, tensor([10, 10]), 180)
 
-    :param model: of all rows, with its ``args`` and ``kwargs``.
+    :param model: model of all rows, with its ``args`` and ``kwargs``.
     :param policy: the share of held-out rows and their least number.
     :returns: None if there would be too few held-out rows.
     """

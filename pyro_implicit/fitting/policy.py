@@ -195,7 +195,7 @@ class BudgetPolicy:
     #: moved by less than a tenth of a standard deviation.
     stuck_r_hat: float = 10.0
 
-    #: Seconds of one core, measured, up to which chains go on whose R-hat or errors are too large;
+    #: Seconds of one core, measured, up to which chains continue if R-hat or errors are too large;
     #: about what NUTS takes for hard models of hundreds of latent variables.
     patient_seconds: float = 120.0
 
@@ -210,7 +210,7 @@ class TrainingPolicy:
     least_steps: int = 2000
 
     def epochs_of(self, epoch_length: int) -> int:
-        """Return the default number of passes over so many minibatches."""
+        """Return the default number of epochs of ``epoch_length`` minibatches."""
         return max(self.epochs, -(-self.least_steps // epoch_length))
 
     #: Particles if each costs a run of a model that cannot be vectorised, a minibatch or a wide
@@ -247,8 +247,9 @@ class TrainingPolicy:
     max_nonfinite: int = 50
 
     #: Nats, and standard deviations of one step's loss: smallest fall of a loss that is reported as
-    #: "not settled"; the fall must also exceed three standard errors.
+    #: "not settled", and the number of its standard errors that it must exceed as well.
     least_fall: float = 0.1
+    fall_errors: float = 3.0
 
     #: Draws of the guide at which the model is tried, to find its parameters.
     num_tried: int = 8
@@ -330,7 +331,7 @@ class NetworkPolicy:
     least_held_out: int = 20
 
     #: Share of the gradients that chains without the held-out rows take, before chains with all
-    #: rows go on from their ends.
+    #: rows continue from their ends.
     trial_share: float = 0.25
 
     #: Posterior draws that score the held-out rows.
@@ -423,6 +424,9 @@ class ChoicePolicy:
 
     #: Nats between a LIVI loss and its bound above which the generator folds; two folds are log 2.
     folded: float = 0.5
+
+    #: Last steps of a training whose mean loss is compared with the bound.
+    num_last: int = 100
 
     #: Share of the posterior mass of a mode that a candidate must not leave out.
     least_mass: float = 0.01
@@ -544,7 +548,7 @@ class MixturePolicy:
     max_iterations: int = 1000
 
     def draws_of_each(self, number: int) -> int:
-        """Return the draws of each of so many components."""
+        """Return the number of draws of each of ``number`` components."""
         return max(self.least_draws, min(self.most_draws, self.all_draws // number))
 
 
@@ -669,7 +673,7 @@ class HierarchyPolicy:
         A product rule is compared with the next number of nodes. An error of random nodes may be
         small by chance: these are compared with as many nodes of other seeds.
 
-        :param num_latents: of each group.
+        :param num_latents: number of latent variables of each group.
         """
         if num_latents <= MAX_PRODUCT_DIM:
             for size, more in itertools.pairwise(self.num_nodes):

@@ -333,8 +333,8 @@ class SimulatorDiagnosis(Printed):
     """A verdict on the posterior of a simulator; ``print`` shows it.
 
     :param calibration: ranks of true values among draws, for new simulations.
-    :param accuracy: of a classifier that tells true values from draws, given the data of new
-        simulations; 0.5 is chance.
+    :param accuracy: accuracy of a classifier that tells true values from draws, given the data of
+        new simulations; 0.5 is chance.
     :param accuracy_error: its standard error.
     :param outside: names of the observed data outside of the range of all simulations.
     :param num_failed: simulations of the fit that are not finite.

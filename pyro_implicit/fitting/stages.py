@@ -42,7 +42,7 @@ from pyro_implicit.fitting.parameters import (
     shown_names,
     with_fixed_parameters,
 )
-from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule
+from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule, TrainingPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.training import HeldOut, TrainingInterrupted, default_loss, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
@@ -256,7 +256,7 @@ class Stages:
         return result
 
     def _falls(self, losses: list[float], decay: float) -> bool:
-        return still_falls(losses, self.num_steps, decay, self.policy.training.least_fall)
+        return still_falls(losses, self.num_steps, decay, self.policy.training)
 
     def _unsettled(self, losses: list[float], options: dict[str, Any]) -> str:
         # Chains follow a shortened training, and held-out rows end a training themselves.
@@ -436,7 +436,7 @@ class Stages:
     def lacks_time_to_train(
         self, target: Target, guide: Any, loss: Trace_ELBO, number: int = 1
     ) -> bool:
-        """Return whether ``max_seconds`` leaves no time for a few steps of so many guides."""
+        """Return whether ``max_seconds`` leaves no time for a few steps of ``number`` guides."""
         if math.isinf(self.limit.end):
             return False
         budget = self.policy.budget
@@ -465,7 +465,7 @@ class Stages:
         return reliability(guide, target, policy)
 
     def can_weigh(self, target: Target, number: int) -> bool:
-        """Return whether ``max_seconds`` suffices to evaluate a density at so many draws."""
+        """Return whether ``max_seconds`` suffices to evaluate a density at ``number`` draws."""
         return self._seconds_of_weights(target, number) <= self.limit.left()
 
     def _seconds_of_weights(self, target: Target, number: int) -> float:
@@ -486,7 +486,7 @@ def still_falls(
     losses: list[float],
     num_steps: int,
     decay: float = Schedule.decay,
-    least_fall: float = DEFAULT.training.least_fall,
+    policy: TrainingPolicy = DEFAULT.training,
 ) -> bool:
     """Return whether the loss was falling when the learning rate began to fall.
 
@@ -504,7 +504,7 @@ def still_falls(
     :param losses: the losses of all steps.
     :param num_steps: the planned number of steps.
     :param decay: that of :class:`~pyro_implicit.fitting.Schedule`.
-    :param least_fall: the least fall in nats and in standard deviations.
+    :param policy: the least fall in nats, in standard deviations and in standard errors.
     """
     values = torch.tensor(losses, dtype=torch.float64)
     values = values[values.isfinite()]
@@ -519,7 +519,8 @@ def still_falls(
     noise = torch.cat([before, last]).diff().abs().median() / 0.954
     error = 1.253 * noise * math.sqrt(2 / size)  # 1.253 sd / sqrt(n): error of a median
     fall = before.median() - last.median()
-    return bool(fall > max(least_fall, 3 * error, least_fall * noise))
+    least = policy.least_fall
+    return bool(fall > max(least, policy.fall_errors * error, least * noise))
 
 
 def _skipped(losses: list[float]) -> int:
@@ -651,7 +652,7 @@ def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> No
             found = weigh(name, guide, target, losses, policy=policy)
             line.outcome = stages.add(found)
             # LIVI counts the entropy of a generator that covers one place twice as larger.
-            promised = -torch.tensor(losses[-100:]).nanmean().item() - found.bound
+            promised = -torch.tensor(losses[-policy.num_last :]).nanmean().item() - found.bound
             if not promised < policy.folded:
                 line.outcome += f", {promised:.1f} below its loss: the generator folds"
                 continue

@@ -261,7 +261,7 @@ def _score(
 
 
 def _looks_enough(is_enough: Callable[[], bool]) -> bool:
-    """Ask whether a training may end; if not, it goes on as without the question."""
+    """Ask whether a training may end. The question does not change a training that continues."""
     streams = random_streams()
     found = is_enough()
     if not found:

@@ -107,7 +107,7 @@ def middle_of_turns(
     :param num_iterations: the maximal number of Newton iterations. If it is 0, L-BFGS climbs from
         ``target.init_loc`` instead, at its values of discrete latent variables.
     :param seconds: the limit of the search in wall time.
-    :param phases: of :func:`find_phases`, which are angles, too, if they are at the mode.
+    :param phases: phases of :func:`find_phases`, which are angles, too, if they are at the mode.
     :returns: by site, of the shape of its value; see
         :func:`~pyro_implicit.density.bijections.on_one_turn`.
     :raises ValueError: if the log-density is finite at none of the initial points of the search.
@@ -177,7 +177,7 @@ def _mode(target: Target, num_iterations: int, seconds: float) -> Tensor:
 def _shared(shares: Iterable[Tensor]) -> float:
     """Return the half or the whole of a turn, whichever is farther from cutting one of the values.
 
-    :param shares: of the turn, from its beginning to each of the values.
+    :param shares: shares of the turn, from its beginning to each of the values.
     """
     cos = torch.cat([2 * math.pi * share.flatten() for share in shares]).cos()
     return 0.5 if (1 - cos).min() >= (1 + cos).min() else 1.0

@@ -127,8 +127,8 @@ class AutoregressiveGenerator(Generator):
         """
         if value.dim() == 0 or value.shape[-1] != self.output_dim:
             raise ValueError(
-                f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), got "
-                f"{tuple(value.shape)}; pass values as the generator returns them."
+                f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), but "
+                f"got {tuple(value.shape)}. Cure: values as the generator returns them"
             )
         bent = torch.zeros_like(value)
         for i in range(self.output_dim):

@@ -123,7 +123,8 @@ class FunctionGenerator(Differentiable):
     >>> FunctionGenerator(torch.exp).linearise(torch.ones(4, 2)).log_abs_det().round(decimals=3)
     tensor([2., 2., 2., 2.])
 
-    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row independently.
+    :param function: function from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row
+        independently.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -141,7 +142,8 @@ def as_generator(function: Callable[..., Tensor] | Differentiable) -> Differenti
     >>> as_generator(torch.exp).linearise(torch.zeros(4, 2)).jacobian().shape
     torch.Size([4, 2, 2])
 
-    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row independently.
+    :param function: function from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row
+        independently.
     """
     return function if isinstance(function, Differentiable) else FunctionGenerator(function)
 
@@ -206,7 +208,7 @@ class Generator(Differentiable, nn.Module):
         super().__init__()
         refuse_counts(noise_dim=noise_dim, output_dim=output_dim)
         if context_dim < 0:
-            raise ValueError(f"context_dim is {context_dim}; give a size, or 0 for no context.")
+            raise ValueError(f"context_dim is {context_dim}. Cure: a size, or 0 for no context")
         self.noise_dim = noise_dim
         self.output_dim = output_dim
         self.context_dim = context_dim
@@ -249,23 +251,23 @@ class Generator(Differentiable, nn.Module):
         if noise.dim() == 0 or noise.shape[-1] != self.noise_dim:
             raise ValueError(
                 f"{name} expects noise of shape (*batch, {self.noise_dim}), "
-                f"got {tuple(noise.shape)}; draw noise of the generator's noise_dim."
+                f"but got {tuple(noise.shape)}. Cure: draw noise of the generator's noise_dim"
             )
         if self.context_dim == 0:
             if context is not None:
                 raise ValueError(
                     f"{name} was built without a context but got one of shape "
-                    f"{tuple(context.shape)}; build it with context_dim={context.shape[-1]}."
+                    f"{tuple(context.shape)}. Cure: build it with context_dim={context.shape[-1]}"
                 )
         elif context is None:
             raise ValueError(
-                f"{name} was built with context_dim={self.context_dim} but got no context; "
-                "pass context=..., or build the generator with context_dim=0."
+                f"{name} was built with context_dim={self.context_dim} but got no context. "
+                "Cure: pass context=..., or build the generator with context_dim=0"
             )
         elif context.dim() == 0 or context.shape[-1] != self.context_dim:
             raise ValueError(
                 f"{name} expects a context of shape (*batch, {self.context_dim}), "
-                f"got {tuple(context.shape)}; build the generator with a context_dim that matches."
+                f"but got {tuple(context.shape)}. Cure: a generator with that context_dim"
             )
 
     def _join(self, noise: Tensor, context: Tensor | None) -> Tensor:
@@ -292,5 +294,5 @@ def check_layers(hidden: Sequence[int], activation: str) -> None:
         refuse_counts(hidden=width)
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."
+            f"activation must be one of {', '.join(ACTIVATIONS)}, but got {activation!r}"
         )

@@ -89,7 +89,7 @@ class MMNN(Generator):
         if self.output_dim > entries:
             raise ValueError(
                 f"output_shape {tuple(output_shape)} has {entries} entries but output_dim is "
-                f"{output_dim}; use output_shape=near_square_shape({output_dim}) or larger."
+                f"{output_dim}. Cure: output_shape=near_square_shape({output_dim}) or larger"
             )
         self.noise_shape = tuple(noise_shape)
         self.network = _MatrixNetwork([noise_shape, *hidden, output_shape], output_scale)
@@ -152,8 +152,8 @@ class CorrelatedMMNN(Generator):
         if not shared or shared[-1][1] < len(block_sizes):
             raise ValueError(
                 f"shared is {tuple(shared)}, but each of the {len(block_sizes)} blocks needs a "
-                "column of the last shared matrix; end shared with a shape that has as many "
-                "columns, or better several times as many."
+                "column of the last shared matrix. Cure: a last shape with as many columns as "
+                "blocks, or better several times as many"
             )
         self.noise_shape = tuple(noise_shape)
         self.block_sizes = tuple(block_sizes)

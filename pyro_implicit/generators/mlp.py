@@ -154,7 +154,7 @@ class NoisyEncoder(Generator):
     ) -> None:
         refuse_counts(context_dim=context_dim)
         if not hidden:
-            raise ValueError("hidden is empty; give the width of the layer that gets the noise.")
+            raise ValueError("hidden is empty. Cure: the width of the layer that gets the noise")
         check_layers(hidden, activation)
         refuse_nonpositive(noise_scale=noise_scale)
         super().__init__(hidden[0], output_dim, context_dim)

@@ -74,8 +74,8 @@ class ResidualGenerator(Generator):
         refuse_counts(core_dim=core_dim)
         if core_dim > output_dim:
             raise ValueError(
-                f"core_dim is {core_dim} but output_dim only {output_dim}; "
-                "the core is a part of the noise, so choose core_dim <= output_dim."
+                f"core_dim is {core_dim} but output_dim only {output_dim}, and the core is a "
+                "part of the noise. Cure: core_dim <= output_dim"
             )
         self._core_dim = core_dim
         self.network = MLP(core_dim, output_dim, hidden, activation, context_dim, output_scale)
@@ -202,7 +202,7 @@ class GatedResidualGenerator(Generator):
         if core_dim >= output_dim:
             raise ValueError(
                 f"core_dim is {core_dim} but output_dim only {output_dim}, so there is nothing to "
-                "scale; choose core_dim < output_dim, or ResidualGenerator."
+                "scale. Cure: core_dim < output_dim, or ResidualGenerator"
             )
         # Private: the public core_dim counts the noise that the Jacobian depends on, here all.
         self._core_dim = core_dim

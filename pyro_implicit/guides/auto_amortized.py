@@ -324,8 +324,8 @@ class RowData:
         if not self.places:
             raise ValueError(
                 f"plate '{plate.name}' has {plate.size} rows, but no argument of the model is a "
-                "tensor of so many rows for the encoder (their index does not count). Cure: pass "
-                "the data as arguments, with rows as first dimension"
+                f"tensor of {plate.size} rows for the encoder (the index of the rows does not "
+                "count). Cure: pass the data as arguments, with rows as first dimension"
             )
         num_rows = len(self.read(args, kwargs)[0])
         self.drawn_by_model = self.size < num_rows == self.full_size

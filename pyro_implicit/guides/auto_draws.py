@@ -236,7 +236,7 @@ def refuse_stored(guide: AutoGuide, shapes: Mapping[str, tuple[int, ...]]) -> No
     >>> refuse_stored(AutoNormal(lambda: None), {"loc": (3,)})  # nothing is stored
 
     :param guide: that is about to make its parameters.
-    :param shapes: of these parameters, by the part of their names behind the guide's.
+    :param shapes: shapes of these parameters, by the part of their names behind the guide's.
     :raises ValueError: naming one that is stored in another shape.
     """
     if pyro.settings.get("module_local_params"):

@@ -147,8 +147,8 @@ class AutoImplicit(AutoDraws):
                 return None
             if self._row_sites:
                 raise ValueError(
-                    'frame="mode" needs the density of all latents, but this model has latents of '
-                    "rows, of which a minibatch has some. Cure: frame=None, or a Frame"
+                    'frame="mode" needs the density of all latents, but a minibatch has only some '
+                    "of the latents of rows. Cure: frame=None, or a Frame"
                 )
             model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
             return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)

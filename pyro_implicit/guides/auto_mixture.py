@@ -339,8 +339,8 @@ def init_to_shuffled(values: Mapping[str, Tensor]) -> Callable[[dict[str, Any]],
     >>> start(site).sort().values
     tensor([0., 1., 2., 3.])
 
-    :param values: by site, from :func:`~pyro_implicit.nn.start_values`; the entries of a site must
-        be exchangeable, as independently drawn weights are.
+    :param values: values by site, from :func:`~pyro_implicit.nn.start_values`; the entries of a
+        site must be exchangeable, as independently drawn weights are.
     """
     return partial(_shuffled, values)  # which can be pickled
 

@@ -123,7 +123,7 @@ class RowNormals(PyroModule):
     others, whose posterior would be too narrow. All rows learn B, and :math:`B_i` corrects it.
 
     :param sites: the latent variables of rows.
-    :param trace: of the model, for their initial values.
+    :param trace: trace of the model, for their initial values.
     :param num_others: the number of the other latent variables.
     :param scale: the initial :math:`\sigma_i`.
     """
@@ -150,7 +150,7 @@ class RowNormals(PyroModule):
         :param site: the latent variable.
         :param step: u - c, ``(*batch, latent_dim)``, with a dimension in ``batch`` for each
             dimension of the plates of the site, or none.
-        :param index: of the rows.
+        :param index: index of the rows.
         """
         num_batch = site.row_dim - site.rows.dim
         names = ("loc", "scale", "slope")

@@ -98,9 +98,9 @@ def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
         if args or kwargs:
             raise
         raise TypeError(
-            f"the guide {name_of(guide)} could not run without arguments ({error}). Pass the "
+            f"the guide {name_of(guide)} could not run without arguments ({error}). Cure: pass the "
             "arguments of the model as well, as in compare(model, guide, mcmc, x, y), or call an "
-            "autoguide once before: guide(x, y)."
+            "autoguide once before, guide(x, y)"
         ) from error
     if isinstance(guide, Messenger):  # which runs the model itself
         return trace
@@ -148,8 +148,8 @@ def refuse_other_guide(guide: Any, model_trace: Trace, guide_trace: Trace) -> No
     """Check that a guide samples all continuous latents of a model, and no other sites.
 
     :param guide: for its name.
-    :param model_trace: of one run of the model with its data.
-    :param guide_trace: of one run of the guide with the same arguments.
+    :param model_trace: trace of one run of the model with its data.
+    :param guide_trace: trace of one run of the guide with the same arguments.
     :raises ValueError: naming the sites that the guide lacks, or that the model does not sample.
     """
     sampled, found = (

@@ -134,8 +134,8 @@ class Sampler:
         if len(set(counts.values())) > 1:
             found = ", ".join(f"{count} of '{name}'" for name, count in counts.items())
             raise ValueError(
-                f"{self._who_has} different numbers of draws by site: {found}. Cure: as many of "
-                "each, of which those of one number belong together"
+                f"{self._who_has} different numbers of draws by site: {found}. Cure: one joint "
+                "draw of all sites in each row"
             )
 
     @property

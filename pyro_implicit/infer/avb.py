@@ -67,7 +67,7 @@ class AVB_ELBO(NetworkELBO):
         that differ from those of the model and those at which T is evaluated.
     :param discriminator_optim: arguments of its :class:`torch.optim.Adam`.
     :param contrast: ``"adaptive"`` or ``"prior"``.
-    :param covariance: of the adaptive contrast, ``"diagonal"`` or ``"full"``.
+    :param covariance: covariance of the adaptive contrast, ``"diagonal"`` or ``"full"``.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a prior that cannot be the
         contrast.

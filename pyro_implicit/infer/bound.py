@@ -373,10 +373,10 @@ def evidence_bound(
     tensor(True)
 
     :param model: with all its data: nothing subsampled.
-    :param guide: of explicit sites, :class:`~pyro_implicit.SemiImplicit` ones, and
-        :class:`~pyro_implicit.Implicit` ones whose generator is injective with as many values as
-        noise, as :class:`~pyro_implicit.AutoregressiveGenerator`. What :func:`~pyro_implicit.fit`
-        returned stands for its ``guide``.
+    :param guide: guide with explicit sites, :class:`~pyro_implicit.SemiImplicit` sites, and
+        :class:`~pyro_implicit.Implicit` sites whose generator is injective with as many values as
+        noise, such as :class:`~pyro_implicit.AutoregressiveGenerator`. A result of
+        :func:`~pyro_implicit.fit` is replaced by its ``guide``.
     :param args: positional arguments of model and guide; ``kwargs`` are keyword arguments.
     :param num_samples: draws of the guide.
     :param num_mixing: S, for each draw and site; the bound rises with it.
@@ -390,7 +390,7 @@ def evidence_bound(
         that folds makes a value in several places, and the bound is loose where one is missed.
     :param chunk_size: draws of the guide at a time, to bound the memory. The noises of a site with
         many rows come in smaller chunks by themselves.
-    :param max_seconds: of wall time, about: then the bound is of the draws made until then.
+    :param max_seconds: approximate limit of wall time; the bound then uses the draws made so far.
     :param progress: whether to show a bar, and the estimated time if it is long, in a terminal or
         notebook. The time grows in proportion to ``num_samples``, the rows of amortised sites,
         ``num_starts * num_steps`` and ``num_mixing``.
@@ -426,7 +426,7 @@ def evidence_bound(
     with watching(progress):
         if progress_is_shown():
             with same_streams(), watching(False), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # all draws are going to show them
+                warnings.simplefilter("ignore")  # the run with all draws shows them
                 began = time.perf_counter()
                 weighted_draws(model, guide, *args, num_samples=BOUNDS.timed_draws, **options)
             seconds = (time.perf_counter() - began) * num_samples / BOUNDS.timed_draws

@@ -266,7 +266,7 @@ class ImplicitELBO(StepELBO):
     def _give_up_plate(self, guide: Callable, trace: Trace, error: Exception) -> None:
         """Warn that the guide runs in a loop.
 
-        :param trace: of the run that failed.
+        :param trace: trace of the run that failed.
         :raises ValueError: if a loop is impossible.
         """
         state = self.state

@@ -81,10 +81,10 @@ class KIVI_ELBO(ImplicitELBO):
     :param contrast: ``"adaptive"`` or ``"prior"``. The prior contrast needs a prior that can be
         sampled, and fails for a posterior that is much narrower than the prior.
     :param direction: ``"forward"``: the ratio q/r is fitted; ``"reverse"``: r/q, as in the paper.
-    :param covariance: of the adaptive contrast: ``"full"``, which needs more entropy particles than
-        dimensions; ``"diagonal"``, as in the paper, with which guides of strongly correlated latent
-        variables collapse; ``"auto"``: full if there are twice as many entropy particles as
-        dimensions and at least as many noise dimensions, else diagonal.
+    :param covariance: covariance of the adaptive contrast: ``"full"``, which needs more entropy
+        particles than dimensions; ``"diagonal"``, as in the paper, with which guides of strongly
+        correlated latent variables collapse; ``"auto"``: full if there are twice as many entropy
+        particles as dimensions and at least as many noise dimensions, else diagonal.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a full covariance of too few
         draws, for draws on a hyperplane, or for the prior contrast of a prior that cannot be

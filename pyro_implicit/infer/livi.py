@@ -158,7 +158,7 @@ class LIVI_ELBO(ImplicitELBO):
         if num_values < noise_dim:
             raise ValueError(
                 f'log_det="smallest" needs noise_dim <= {num_values}, the number of values, '
-                f'but got {noise_dim}; use fewer noise dimensions or log_det="exact"'
+                f'but got {noise_dim}. Cure: fewer noise dimensions, or log_det="exact"'
             )
         products = jacobian_products(flat.generate, flat.noise)
         start = torch.randn_like(flat.noise)
@@ -169,8 +169,8 @@ class LIVI_ELBO(ImplicitELBO):
             self._warned = True
             warn_user(
                 f"LOBPCG left a relative residual of {residual.max():.2g} after "
-                f"{self.max_iterations} iterations, so the LIVI bound L'' may lie above the ELBO; "
-                'cure: a larger max_iterations, or log_det="stochastic"',
+                f"{self.max_iterations} iterations, so the LIVI bound L'' may lie above the ELBO. "
+                'Cure: a larger max_iterations, or log_det="stochastic"',
             )
         return log_det, residual
 

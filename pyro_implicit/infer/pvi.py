@@ -82,7 +82,8 @@ class PVI:
     :param noise_scale: the initial s, relative to the guide's frame.
     :param guide_options: arguments of :class:`~pyro_implicit.AutoSemiImplicit`: ``generator``,
         ``noise_dim``, ``frame`` and others.
-    :param kwargs: of :class:`ImplicitELBO`: ``vectorize_particles``, ``compile`` and others.
+    :param kwargs: keyword arguments of :class:`ImplicitELBO`: ``vectorize_particles``, ``compile``
+        and others.
     :raises ValueError: for arguments out of range; at the first step, as
         :class:`~pyro_implicit.AutoSemiImplicit` and :class:`SIVI_ELBO`.
 

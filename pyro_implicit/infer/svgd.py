@@ -137,7 +137,7 @@ class GFSF(_ParticleFlow):
     ['x']
 
     :param model: see :class:`SVGD`, as ``optim``, ``num_particles`` and ``max_plate_nesting``.
-    :param ridge: of the estimator.
+    :param ridge: ridge of the estimator.
     :raises ValueError: for a ridge that is not positive.
 
     **References:**

@@ -63,7 +63,7 @@ class DrawStore:
         there = self._there()
         if there < count:
             raise ValueError(
-                f"the store {self.folder} holds {there} snapshots, but the checkpoint speaks of "
+                f"the store {self.folder} holds {there} snapshots, but the checkpoint expects "
                 f"{count}. Cure: the folder that the run began with"
             )
         self._count = count

@@ -112,7 +112,7 @@ def estimate_frame(
     if kind == "diagonal" or len(loc) == 1:
         return WhiteningFrame(loc, scale)
     standard = torch.where(varies, (draws - loc) / scale, 0.0)
-    factor = _factor(standard, policy.draws_per_dim).to(draws.dtype)
+    factor = _factor(standard, policy).to(draws.dtype)
     return WhiteningFrame(loc, scale, scale_tril=factor)
 
 
@@ -233,21 +233,21 @@ def outlier_bounds(draws: Tensor, ranges: float) -> tuple[Tensor, Tensor]:
     return middle - reach, middle + reach
 
 
-def _factor(standard: Tensor, draws_per_dim: int) -> Tensor:
+def _factor(standard: Tensor, policy: FramePolicy) -> Tensor:
     """Factor the correlations of standardised draws in double precision."""
     count, dim = standard.shape
     identity = torch.eye(dim, dtype=torch.double, device=standard.device)
     standard = standard.double()
     correlation = standard.mT @ standard / (count - 1)
-    weight = 0.0 if count >= draws_per_dim * dim else dim / (count + dim)
+    weight = 0.0 if count >= policy.draws_per_dim * dim else dim / (count + dim)
     correlation = (1 - weight) * correlation + weight * identity
     correlation.diagonal().masked_fill_((standard == 0).all(0), 1.0)
-    ridge = 1e-10
+    ridge = policy.ridge
     while True:
         factor, failed = torch.linalg.cholesky_ex(correlation + ridge * identity)
         if not failed:
             return factor
-        ridge *= 10
+        ridge *= policy.ridge_factor
 
 
 @torch.no_grad()

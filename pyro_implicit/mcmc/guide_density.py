@@ -262,8 +262,8 @@ def _refuse_inexact(guide: AutoImplicit, who: str) -> None:
 def _refuse_site(name: str, site: dict[str, Any], draws: Draws) -> None:
     if name not in draws:
         raise ValueError(
-            f"the guide samples '{name}', of which there are no draws, so that its density at the "
-            f"others is unknown. {CURE}"
+            f"the guide samples '{name}', but the draws do not contain this site, so the guide's "
+            f"density at the draws is unknown. {CURE}"
         )
     if isinstance(site["fn"], Delta):
         raise ValueError(f"site '{name}' of the guide is a point (Delta), without density. {CURE}")
@@ -283,8 +283,8 @@ def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
     for name, site in guide.prototype_trace.iter_stochastic_nodes():
         if name not in draws:
             raise ValueError(
-                f"the guide samples '{name}', of which there are no draws, but only of "
-                f"{sorted(draws)}. Cure: draws of the guide's own model"
+                f"the guide samples '{name}', but the draws contain only {sorted(draws)}. Cure: "
+                "draws of the guide's own model"
             )
         free = biject_to(site["fn"].support).inv(draws[name])
         parts.append(free.reshape(len(free), -1))

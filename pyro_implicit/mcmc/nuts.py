@@ -70,14 +70,14 @@ def warm_start(
     for name, support in _supports(model, guide, args, kwargs).items():
         if name not in draws:
             raise ValueError(
-                f"the guide has no site {name!r}, which the model samples: NUTS needs a start "
-                "for every latent. Add the site to the guide."
+                f"the guide has no site {name!r}, which the model samples: NUTS needs an initial "
+                "value for every latent. Cure: add the site to the guide"
             )
         value = biject_to(support).inv(draws[name])
         if not value.isfinite().all():
             raise ValueError(
                 f"site {name!r}: a draw of the guide lies on the boundary of its support, or is "
-                "not finite. Draw again, or check that the fit converged."
+                "not finite. Cure: draw again, or check that the fit converged"
             )
         initial_params[name] = value.clone() if num_chains > 1 else value[0].clone()
     return initial_params

@@ -66,6 +66,11 @@ class FramePolicy:
     #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
+    #: Smallest ridge of a correlation matrix, far above rounding in float64 and far below sampling
+    #: noise, and its factor while the matrix is not positive definite.
+    ridge: float = 1e-10
+    ridge_factor: float = 10.0
+
 
 @dataclass(frozen=True)
 class HMCPolicy:
@@ -100,6 +105,11 @@ class HMCPolicy:
 
     #: Acceptance probability below which a trajectory counts as failed.
     failed_acceptance: float = 0.01
+
+    #: Leapfrog steps of the trajectories that find the first step size, and the most changes of it
+    #: by a factor of two: they span nine orders of magnitude.
+    search_leapfrogs: int = 2
+    max_doublings: int = 30
 
 
 @dataclass(frozen=True)
@@ -341,7 +351,7 @@ class StoppingPolicy:
     max_usable_error: float = 0.08
 
     #: Nested R-hat at the end of the first budget above which chains of discrete latent variables
-    #: count as separate, and do not go on; Gelman and Rubin's between-chain variance is then 1.7
+    #: count as separate, and end; Gelman and Rubin's between-chain variance is then 1.7
     #: times the one within.
     apart_r_hat: float = 1.65
 
@@ -356,7 +366,7 @@ class StoppingPolicy:
     #: another number or space: this costs a second warm-up. At 1, ``disease_map`` took 15 or 50 s.
     too_long: float = 2.0
 
-    #: Seconds left, as a share of those spent, below which chains do not go on.
+    #: Remaining seconds, as a share of the spent ones, below which chains end.
     worthwhile: float = 0.25
 
     #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
@@ -379,9 +389,9 @@ class SpacePolicy:
     #: Leapfrog steps of a transition in a trial walk.
     probe_leapfrogs: int = 16
 
-    #: Pareto k-hat of so many draws of a guide above which chains do not walk in its noise: their
-    #: importance weights have no mean, and chains seldom find the region that the guide lacks. In
-    #: the mixture of Pyro's tutorial, means were .2 sds off with a stated error of .04.
+    #: Draws of a guide, and their Pareto k-hat, above which chains do not run in the guide's noise:
+    #: the importance weights have no mean, and chains rarely find the region that the guide lacks.
+    #: In the mixture of Pyro's tutorial, means were .2 sds off with a stated error of .04.
     khat_draws: int = 4096
     max_khat: float = 1.0
 
@@ -496,6 +506,11 @@ class SpacePolicy:
 
     #: Step of central differences, in unconstrained coordinates.
     difference: float = 0.01
+
+    #: Smallest and largest distance by which latents are moved, in unconstrained coordinates, to
+    #: find priors that depend on other latents. All distances differ, so differences of latents
+    #: change as well.
+    dependence_steps: tuple[float, float] = (0.1, 0.2)
 
 
 @dataclass(frozen=True)

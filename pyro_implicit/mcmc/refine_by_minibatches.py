@@ -29,6 +29,8 @@ from pyro_implicit.runtime.progress import Callback, watching
 
 __all__ = ["refine_by_minibatches"]
 
+KERNEL = "sghmc"  # kernels with a Metropolis step need all data
+
 
 @in_turn
 @with_seed
@@ -37,7 +39,6 @@ def refine_by_minibatches(
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
     batches: Iterable[Any],
-    kernel: str = "sghmc",
     num_chains: int | None = None,
     max_epochs: int | None = None,
     max_seconds: float | None = None,
@@ -87,7 +88,6 @@ def refine_by_minibatches(
     :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
         or of single arguments, that can be passed over many times. For a model that draws its own
         rows, ``[()] * batches_per_epoch``.
-    :param kernel: the name of the dynamics.
     :param num_chains: by default 8, because each chain costs a network's pass in every step.
     :param max_epochs: passes over the minibatches; by default ten, or as many as make 2,000 steps.
     :param max_seconds: wall time with the warm-up. A run that it stops is not reproducible.
@@ -107,18 +107,17 @@ def refine_by_minibatches(
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: further keyword arguments of model and guide.
     :raises SubsampledError: for a latent of each row.
-    :raises ValueError: for a guide of another model, an unknown kernel, counts or sizes that are
-        not positive, too few steps to warm up, starts of which none has a finite log-density, empty
-        ``batches``, a model that does not scale a minibatch, NaN among a minibatch's observations,
-        or a checkpoint of other settings.
-    :raises RuntimeError: if all chains leave the finite numbers.
+    :raises ValueError: for a guide of another model, counts or sizes that are not positive, too few
+        steps for a warm-up, initial values without a finite log-density, empty ``batches``, a model
+        that does not scale a minibatch, NaN among a minibatch's observations, or a checkpoint of
+        other settings.
+    :raises RuntimeError: if all chains become non-finite.
     :warns UserWarning: for minibatches that have fewer rows in all than the model says.
 
     **References:**
 
     1. Chen, Fox and Guestrin (2014), *Stochastic Gradient Hamiltonian Monte Carlo*.
     """
-    _check_kernel(kernel)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
     num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
     refuse_counts(checkpoint_every=checkpoint_every, num_chains=num_chains, max_draws=max_draws)
@@ -132,7 +131,7 @@ def refine_by_minibatches(
         check_scaling(target, stream)
         schedule = _schedule(max_epochs, stream.epoch_length, max_draws, policy)
         settings = {
-            "kernel": kernel,
+            "kernel": KERNEL,
             "seed": seed,
             "policy": policy,
             "latent_dim": target.latent_dim,
@@ -151,7 +150,7 @@ def refine_by_minibatches(
         else:
             draws.begin()
             sampler = Sampler(target, guide)
-            chains = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
+            chains = _start(sampler, stream, num_chains, schedule, step_size, policy)
         chains.attach(target, stream, draws)
         chains.max_seconds = limit.seconds()
         if chains.transitions == 0:
@@ -160,19 +159,9 @@ def refine_by_minibatches(
         return collect_minibatches(target, chains, draws, stream.epoch_length)
 
 
-def _check_kernel(kernel: str) -> None:
-    of_minibatches = tuple(name for name, one in KERNELS.items() if one.adaptation is None)
-    if kernel not in of_minibatches:
-        raise ValueError(
-            f"with batches kernel must be one of {of_minibatches}, but got {kernel!r}: Metropolis' "
-            "rule needs all data"
-        )
-
-
 def _start(
     sampler: Sampler,
     stream: BatchStream,
-    kernel: str,
     num_chains: int,
     schedule: StepSchedule,
     step_size: float | None,
@@ -183,8 +172,8 @@ def _start(
     points = sampler.draw(num_chains)
     starts = finite_starts(target.score, points, sampler, lambda: blame(target, points))
     return MinibatchChains(
-        kernel=kernel,
-        state=KERNELS[kernel].init(frame.to_white(starts.points), target.score),
+        kernel=KERNEL,
+        state=KERNELS[KERNEL].init(frame.to_white(starts.points), target.score),
         frame=frame,
         policy=policy,
         replaced=starts.replaced,

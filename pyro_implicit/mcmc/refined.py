@@ -114,7 +114,7 @@ class Refined(Printed, ArvizExport):
         the heat of gradient noise.
     :ivar epochs: Passes over the minibatches; None with all data.
     :ivar policy: The limits of ``doubts``.
-    :ivar chains: The state of chains with all data, from which :meth:`refine_more` goes on.
+    :ivar chains: The state of chains with all data, from which :meth:`refine_more` continues.
     """
 
     stopped: Literal[
@@ -164,9 +164,9 @@ class Refined(Printed, ArvizExport):
     ) -> Refined:
         """Continue the chains where they stopped, without a new warm-up.
 
-        The chains go on with their own random streams: the draws are bit-identical to those of one
-        longer run, if its budget changes neither its warm-up nor its longest trajectory. They stop
-        when they have converged; chains that had converged spend the whole budget.
+        The chains continue with their own random streams: the draws are bit-identical to those of
+        one longer run, if its budget changes neither its warm-up nor its longest trajectory. They
+        stop when they have converged; chains that had converged spend the whole budget.
 
         :param max_seconds: further wall time.
         :param max_gradients: further gradients of each chain; by default, without a limit of time,
@@ -178,7 +178,7 @@ class Refined(Printed, ArvizExport):
         """
         if self.more is None:
             raise ValueError(
-                "these chains cannot go on: they saw minibatches, annealing made them, or the "
+                "these chains cannot continue: they saw minibatches, annealing made them, or the "
                 "result was loaded without its model. Cure: a larger max_gradients or max_seconds; "
                 "fit(...).refine_more, also after Fit.load with model and data; or "
                 "refine(model, result.get_samples(), ...), which starts from these draws"
@@ -409,7 +409,7 @@ def collect_annealed(
 
 
 def _shuffled(latents: Tensor, symmetries: Symmetries) -> Tensor:
-    """Move each draw by a random member, of a stream of its own: chains that go on repeat them."""
+    """Move each draw by a random group member, from a fixed seed that ``refine_more`` repeats."""
     return symmetries.shuffled(latents, torch.Generator("cpu").manual_seed(0))
 
 
@@ -423,16 +423,16 @@ def collect_minibatches(
     choice = chains.choice._replace(relaxations=sampled * chains.choice.relaxations)
     if chains.replaced_late:
         warn_user(
-            f"{chains.replaced_late} times a chain left the finite numbers after the warm-up, and "
-            "went on from another: draws before that are suspect. Cure: a shorter step_size, or "
-            "float64"
+            f"{chains.replaced_late} times a chain became non-finite after the warm-up and was "
+            "replaced by a copy of another chain: earlier draws are unreliable. Cure: a shorter "
+            "step_size, or float64"
         )
     if chains.temperature is not None and chains.temperature > limits.max_temperature:
         warn_user(
-            f"the velocities' temperature is {chains.temperature:.3g} and should be 1, so that "
-            "draws are wrong: the chains began far from the posterior, or their steps of "
-            f"{choice.step_size:.3g} in the frame are too long. Cure: a better guide and "
-            "more max_epochs, or a shorter step_size"
+            f"the velocities' temperature is {chains.temperature:.3g} and should be 1, so the "
+            "draws are wrong: the initial values were far from the posterior, or the step size of "
+            f"{choice.step_size:.3g} in the frame is too large. Cure: a better guide and "
+            "more max_epochs, or a smaller step_size"
         )
     if choice.relaxations < 1 and chains.stopped != "interrupted":
         # Steps are too few to relax, so relaxation times grow as the steps do.
@@ -441,9 +441,9 @@ def collect_minibatches(
         if chains.stopped == "max_seconds":
             more = f"max_seconds (about {math.ceil(factor * chains.seconds)})"
         warn_user(
-            f"the chains forgot their start only {choice.relaxations:.2g} of a relaxation time "
-            f"long: draws are still near those of the guide. Cure: more {more}, larger "
-            "minibatches, or a better guide"
+            f"the chains ran for only {choice.relaxations:.2g} relaxation times, so the draws "
+            f"still depend on the initial values. Cure: more {more}, larger minibatches, or a "
+            "better guide"
         )
     return Refined(
         **_common(target, chains, store),

@@ -82,7 +82,7 @@ class LabelledScore:
 
     :param space: gives the model's log-density.
     :param frame: a normal for each label.
-    :param label: of each chain, ``(n,)``.
+    :param label: label of each chain, ``(n,)``.
     :param label_width: the factor on the standard deviations of these normals.
     :param reference: the distribution at power 0.
     """
@@ -137,8 +137,8 @@ def draw_labels(frame: NormalMixture, points: Tensor, width: float) -> Tensor:
 class Cloud:
     """Weighted particles.
 
-    :param log_weights: of the density over the normalised reference, so that their sum estimates
-        the evidence, ``(n,)`` in double precision.
+    :param log_weights: log-weights of the density over the normalised reference, so that their sum
+        estimates the evidence, ``(n,)`` in double precision.
     :param origin: the index of the first ancestor, ``(n,)``.
     :param stratum: the component of the reference of each origin, ``(num_origins,)``.
     """
@@ -236,7 +236,7 @@ class Cloud:
 
 
 class Walkers(NamedTuple):
-    """What moves particles: ``frame`` and the adaptation of Hamiltonian Monte Carlo.
+    """The moves of particles: ``frame`` and the adaptation of Hamiltonian Monte Carlo.
 
     ``label_width`` is the factor on the standard deviations of the normals that give the labels.
     ``num_points`` counts gradients of single particles.
@@ -279,7 +279,7 @@ def anneal(
     The powers follow from the conditional effective sample size. At each power the particles are
     resampled if their weights are uneven, the frame learns from them, and they move.
 
-    :param number: of particles.
+    :param number: number of particles.
     :returns: weighted particles; frame and adaptation at the end.
     """
     cloud, power = Cloud.of(space, reference, number), 0.0
@@ -318,7 +318,7 @@ def refined_normals(
 ) -> tuple[NormalMixture, Tensor]:
     """Describe each mode by several normals, if there are enough points.
 
-    :param points: of equal weight, ``(n, d)``.
+    :param points: points of equal weight, ``(n, d)``.
     :returns: the normals, and the mode of each.
     """
     dim, parts = points.shape[-1], []
@@ -343,7 +343,7 @@ def refined_normals(
 class ModeLabels:
     """Groups of normals, one group for each mode.
 
-    :param normals: of all modes; a point belongs to the likeliest.
+    :param normals: normals of all modes; a point belongs to the likeliest.
     :param group: the mode of each normal.
     """
 
@@ -366,7 +366,7 @@ class ModeLabels:
         is not lower than lines between neighbours in the lighter mode. A mode without points joins
         the nearest one.
 
-        :param points: of equal weight, ``(n, d)``.
+        :param points: points of equal weight, ``(n, d)``.
         """
         number, most = policy.num_lines, policy.num_compared
         label = self.label(points)

@@ -78,7 +78,7 @@ def evaluate(
     :param num_bins: equally wide bins of confidence for the expected calibration error,
         :math:`\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|`.
     :param model: the model, if ``result`` does not know it.
-    :param seed: of all random numbers, as for :func:`~pyro_implicit.nn.predict`.
+    :param seed: seed of all random numbers, as for :func:`~pyro_implicit.nn.predict`.
     :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` or a
         :class:`NumberReport`.
     :raises TypeError: for an invalid loader, or ``ood`` without names.

@@ -48,7 +48,7 @@ def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> Ne
     >>> trace.nodes["y"]["scale"]
     15.0
 
-    :param net: from rows ``(batch, ...)`` to logits ``(batch, num_classes)``, after
+    :param net: network from rows ``(batch, ...)`` to logits ``(batch, num_classes)``, after
         :func:`~pyro_implicit.nn.to_bayesian_`.
     :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
     :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayesian; a lower
@@ -92,8 +92,8 @@ def regressor(
     >>> trace.nodes["precision"]["value"].shape, trace.nodes["y"]["fn"].batch_shape
     (torch.Size([]), torch.Size([10]))
 
-    :param net: from rows ``(batch, ...)`` to means ``(batch,)``, ``(batch, 1)`` or, for several
-        targets, ``(batch, num_targets)``, after :func:`~pyro_implicit.nn.to_bayesian_`.
+    :param net: network from rows ``(batch, ...)`` to means ``(batch,)``, ``(batch, 1)`` or, for
+        several targets, ``(batch, num_targets)``, after :func:`~pyro_implicit.nn.to_bayesian_`.
     :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
     :param noise: a number: the standard deviation. ``"learn"``: a parameter with initial value 0.5,
         for targets of unit scale. ``"half_normal"``: a latent variable, the site ``"noise"``, with
@@ -115,8 +115,8 @@ class NetworkModel(nn.Module):
 
     :param net: with priors on its parameters.
     :param num_data: number of all rows.
-    :param likelihood: from the network's output to the distribution of the targets.
-    :param temperature: of the likelihood.
+    :param likelihood: function from the network's output to the distribution of the targets.
+    :param temperature: temperature of the likelihood.
     """
 
     def __init__(

@@ -84,8 +84,8 @@ def predict(
         :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor`, or any model
         ``(x, y=None)`` with one observed site of labels (``Categorical``, ``Bernoulli``) or
         numbers.
-    :param seed: of all random numbers, which leaves the caller's random streams as they are. With
-        ``None`` the caller's streams are used: the draws of a guide differ between calls.
+    :param seed: seed of all random numbers, which leaves the caller's random streams as they are.
+        With ``None`` the caller's streams are used: the draws of a guide differ between calls.
     :param interval: probability of the central interval of numbers; ``None`` for no interval.
     :param draws: whether to draw one target for each posterior draw.
     :returns: an iterator over one prediction for each minibatch, on the posterior's device.
@@ -139,9 +139,9 @@ def _target_runner(
             drawn.append(name)
     if len(drawn) != 1:
         raise ValueError(
-            f"the model has the sites {drawn} beside the sites of the posterior, but needs exactly "
-            "one, the targets. Cure: a model (x, y=None) with all of its latents in the posterior, "
-            "such as classifier(net, num_data)"
+            f"the model has the sites {drawn} in addition to the sites of the posterior, but needs "
+            "exactly one, the targets. Cure: a model (x, y=None) whose latents are all in the "
+            "posterior, such as classifier(net, num_data)"
         )
     (name,) = drawn
     site = trace.nodes[name]
@@ -341,8 +341,9 @@ class FunctionValues:
     >>> values({"weight": torch.randn(7, 1, 2), "bias": torch.randn(7, 1)})["mean"].shape
     torch.Size([7, 5])
 
-    :param model: of :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor`, or
-        one of your own ``(x, y=None)``, as :func:`~pyro_implicit.nn.predict` takes it.
+    :param model: model of :func:`~pyro_implicit.nn.classifier` or
+        :func:`~pyro_implicit.nn.regressor`, or one of your own ``(x, y=None)``, as
+        :func:`~pyro_implicit.nn.predict` takes it.
     :param x: inputs, ``(num_inputs, ...)``.
     :param max_inputs: most inputs; more are thinned evenly.
     """
@@ -356,7 +357,7 @@ class FunctionValues:
     def __call__(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the predictions of each draw.
 
-        :param draws: by site, ``(num_draws, *site_shape)``.
+        :param draws: draws by site, ``(num_draws, *site_shape)``.
         :returns: for labels ``"probability"`` of all classes but the first, ``(num_draws,
             num_inputs, num_classes - 1)``; for numbers their ``"mean"``, ``(num_draws,
             num_inputs)`` or ``(num_draws, num_inputs, num_targets)``.

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.ops.policy import LEAST_COMPONENT, POWER_FACTOR, POWER_TOLERANCE
+
 __all__ = ["NormalMixture", "next_power", "stratified_errors"]
 
 
@@ -82,7 +84,7 @@ class NormalMixture(NamedTuple):
         """Return the result of one step of expectation maximisation, shrunk to this mixture.
 
         :param points: ``(n, d)``.
-        :param weights: of the points, which sum to 1, ``(n,)``.
+        :param weights: weights of the points, which sum to 1, ``(n,)``.
         :param known: the number of effective draws that count as much as the present moments.
         """
         white = self._all_white(points)
@@ -98,8 +100,7 @@ class NormalMixture(NamedTuple):
         factor, failed = torch.linalg.cholesky_ex(moment)
         factor = torch.where((failed == 0)[:, None, None], factor, eye)
         loc = self.loc + (self.scale_tril @ (trust * mean).unsqueeze(-1)).squeeze(-1)
-        # A component without points keeps a small weight, because it may gain some later.
-        log_weights = mass.clamp(min=1e-3 / len(mass)).log()
+        log_weights = mass.clamp(min=LEAST_COMPONENT / len(mass)).log()
         return NormalMixture.of(log_weights, loc, self.scale_tril @ factor)
 
     def _all_white(self, points: Tensor) -> Tensor:
@@ -148,8 +149,8 @@ def next_power(log_ratio: Tensor, log_weights: Tensor, power: float, share: floa
     low, high = 0.0, 1.0 - power
     if is_short(high):
         return 1.0
-    while high - low > 0.01 * low and high > torch.finfo(torch.float64).eps:
-        middle = 0.5 * (low + high) if low else 0.1 * high
+    while high - low > POWER_TOLERANCE * low and high > torch.finfo(torch.float64).eps:
+        middle = 0.5 * (low + high) if low else POWER_FACTOR * high
         low, high = (middle, high) if is_short(middle) else (low, middle)
     return power + high
 
@@ -165,9 +166,10 @@ def stratified_errors(terms: Tensor, origin: Tensor, stratum: Tensor) -> Tensor:
     >>> stratified_errors(terms, torch.arange(2), torch.zeros(2, dtype=torch.long))
     tensor([1.])
 
-    :param terms: of the sums, one of each particle, ``(n, m)``.
+    :param terms: terms of the sums, one of each particle, ``(n, m)``.
     :param origin: the index of the first ancestor of each particle, ``(n,)``.
-    :param stratum: of each origin, ``(num_origins,)``. The number of origins in each is fixed.
+    :param stratum: index of the stratum of each origin, ``(num_origins,)``. The number of origins
+        in each stratum is fixed.
 
     **References:**
 

@@ -198,7 +198,7 @@ def adaptive_log_density(
 
     :param samples: x, ``(*batch, num_q, m)``.
     :param normal_samples: standard normal draws, ``(*batch, num_p, m)``.
-    :param covariance: of the Gaussian, see :func:`standardize`.
+    :param covariance: covariance of the Gaussian, see :func:`standardize`.
     :param direction: see :func:`log_density_ratio`, as ``ridge``, ``clip`` and ``kernel``.
     :returns: ``(*batch, num_q)``. The gradient of its mean estimates that of the negative entropy.
     :raises ValueError: as the functions named.

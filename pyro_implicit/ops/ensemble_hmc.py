@@ -71,7 +71,7 @@ def score_of(log_density: Callable[[Tensor], Tensor]) -> Score:
     >>> score_of(lambda z: -0.5 * z.square().sum(-1))(torch.tensor([[1.0, 2.0]]))
     (tensor([-2.5000]), tensor([[-1., -2.]]))
 
-    :param log_density: from ``(*batch, d)`` to ``(*batch,)``, each row on its own.
+    :param log_density: function from ``(*batch, d)`` to ``(*batch,)``, each row on its own.
     :returns: of points ``(*batch, d)`` the log-density ``(*batch,)`` and its gradient
         ``(*batch, d)``, both detached.
     """
@@ -99,10 +99,10 @@ def ensemble_move(
     >>> bool(move.acceptance.mean() > 0.9), move.state.position.shape
     (True, torch.Size([1000, 2]))
 
-    :param score: of points ``(num_chains, d)`` the log-density ``(num_chains,)`` and its gradient.
-        Where one of them is not finite the trajectory is rejected.
-    :param state: of finite log-density and gradient.
-    :param step_size: of the leapfrog integrator, broadcastable to ``(num_chains, 1)``.
+    :param score: function from points ``(num_chains, d)`` to the log-density ``(num_chains,)`` and
+        its gradient. Where one of them is not finite the trajectory is rejected.
+    :param state: positions with finite log-density and gradient.
+    :param step_size: step size of the leapfrog integrator, broadcastable to ``(num_chains, 1)``.
     :param num_steps: leapfrog steps, at least one.
     """
     momentum = torch.randn_like(state.position)
@@ -142,7 +142,7 @@ def chees(start: Tensor, move: Move, length: Tensor | float) -> tuple[Tensor, Te
 
     :param start: ``(num_chains, d)``, before the move.
     :param move: weighted by its probabilities of acceptance.
-    :param length: of the trajectories, broadcastable to ``(num_chains,)``.
+    :param length: length of the trajectories, broadcastable to ``(num_chains,)``.
     :returns: two scalars.
 
     **References:**

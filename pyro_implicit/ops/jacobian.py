@@ -316,7 +316,7 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
     >>> torch.allclose(jacobian[0], torch.eye(3))
     True
 
-    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
+    :param function: function from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
     :param inputs: ``(*batch, d)``.
     :returns: the value ``(*batch, m)`` and its Jacobian ``(*batch, m, d)``.
     """
@@ -339,7 +339,7 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     >>> torch.allclose(times(torch.ones(2, 3)), torch.ones(2, 3))
     True
 
-    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
+    :param function: function from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
     :param inputs: ``(*batch, d)``.
     :returns: ``v -> J v``, from ``(*batch, d)`` to ``(*batch, m)``, and ``u -> J^T u`` back.
     """

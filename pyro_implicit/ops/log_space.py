@@ -79,7 +79,7 @@ def log_ndtr(value: Tensor) -> Tensor:
     >>> log_ndtr(torch.tensor([-1000.0, 0.0]))
     tensor([-5.0001e+05, -6.9315e-01])
 
-    :param value: of any shape, in float32 or float64.
+    :param value: value of any shape, in float32 or float64.
     """
     eps, tiny = torch.finfo(value.dtype).eps, torch.finfo(value.dtype).tiny
     start = max(-25.0, -(eps ** (-1 / 9)))  # the square of erfc does not underflow

@@ -155,8 +155,8 @@ def random_members(
     >>> random_members("permutations", 5, 3).sort(-1).values[0]
     tensor([0, 1, 2])
 
-    :param kind: of the group.
-    :param number: of members.
+    :param kind: kind of the group.
+    :param number: number of members.
     :param size: the number of units.
     :param generator: the source of random numbers, on the CPU.
     :returns: on the CPU.
@@ -182,7 +182,7 @@ def trial_members(kind: Kind, size: int) -> Tensor:
     tensor([[1, 0],
             [1, 0]])
 
-    :param kind: of the group.
+    :param kind: kind of the group.
     :param size: the number of units.
     :returns: up to three members, on the CPU.
     """
@@ -308,8 +308,8 @@ Units = Mapping[str, int]
 def unit_vectors(draws: Mapping[str, Tensor], units: Units) -> Tensor:
     """Concatenate all weights into and out of each unit.
 
-    :param draws: by site, ``(num_draws, *site_shape)``.
-    :param units: by site, the negative dimension that counts the units.
+    :param draws: draws by site, ``(num_draws, *site_shape)``.
+    :param units: the negative dimension that counts the units, by site.
     :returns: ``(num_draws, num_units, weights_per_unit)``.
     """
     return torch.cat([entries_of(draws[name], dim) for name, dim in units.items()], 1).mT
@@ -320,7 +320,7 @@ def permute_units(
 ) -> dict[str, Tensor]:
     """Reorder the hidden units, which does not change the network's function.
 
-    :param draws: by site, ``(num_draws, *site_shape)``.
+    :param draws: draws by site, ``(num_draws, *site_shape)``.
     :param units: as in :func:`unit_vectors`.
     :param permutation: index of the old unit for each new unit, ``(num_draws, num_units)``.
     :returns: the sites in ``units``.
@@ -346,7 +346,7 @@ def align_hidden_units(
     >>> aligned["2.weight"].shape
     torch.Size([100, 1, 5])
 
-    :param draws: by site, ``(num_draws, *site_shape)``; sites without units are unchanged.
+    :param draws: draws by site, ``(num_draws, *site_shape)``; sites without units are unchanged.
     :param units: for one hidden layer, the negative dimension of each site that counts the units:
         -2 for the weight into them, -1 for their bias and for the weight out of them. Call the
         function once for each layer, in their order.

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 __all__ = [
     "BRIDGE_TOLERANCE",
     "CONTEXT_FACTOR",
+    "DAMPING_FACTOR",
     "EVEN_EFFICIENCY",
     "FINITE_VARIANCE_KHAT",
+    "FIRST_DAMPING",
     "JUMPS",
+    "LEAST_COMPONENT",
     "LEAST_SPREAD",
     "MAX_ALIGNMENTS",
     "MAX_BRIDGE_STEPS",
@@ -24,6 +27,8 @@ __all__ = [
     "NUM_BALANCINGS",
     "NUM_KEYS",
     "PERMUTATION_POWERS",
+    "POWER_FACTOR",
+    "POWER_TOLERANCE",
     "PRIOR_SHARE",
     "RELIABLE_KHAT",
     "SMALL_MATRIX",
@@ -48,6 +53,16 @@ EVEN_EFFICIENCY = 0.99
 #: steps (the iteration is that of Meng and Wong, 1996).
 BRIDGE_TOLERANCE = 1e-6
 MAX_BRIDGE_STEPS = 200
+#: Weight of a mixture component without points, in units of an equal weight: it may gain some.
+LEAST_COMPONENT = 1e-3
+#: Relative error of the next step of annealing at which its bisection ends, and the factor on the
+#: step while no lower bound is known.
+POWER_TOLERANCE = 0.01
+POWER_FACTOR = 0.1
+#: Damping of the first Newton step of a noise's mode, in units of the prior precision of the noise,
+#: and its factor after each step (Levenberg-Marquardt; Marquardt, 1963).
+FIRST_DAMPING = 1e-2
+DAMPING_FACTOR = 10
 #: Share of a noise proposal that is drawn from the prior, as a defence against values that its
 #: Gaussians miss (Hesterberg, 1995).
 PRIOR_SHARE = 0.1

@@ -87,7 +87,7 @@ def normal_draws(number: int, dim: int, like: Tensor, seed: int = 0) -> Tensor:
     :param number: a power of two.
     :param dim: the number of dimensions.
     :param like: a tensor of the dtype and device of the result.
-    :param seed: of the scrambling.
+    :param seed: seed of the scrambling.
     :returns: ``(number, dim)``.
     """
     points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed).draw(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyro_implicit.ops.kernels import RadialKernel, imq_kernel, particle_bandwidth, rbf_kernel
-from pyro_implicit.ops.policy import MAX_ENTRIES, PRIOR_SHARE
+from pyro_implicit.ops.policy import DAMPING_FACTOR, FIRST_DAMPING, MAX_ENTRIES, PRIOR_SHARE
 
 __all__ = [
     "NoiseGaussian",
@@ -71,7 +71,7 @@ def mixture_log_density(
     tensor([-1.8379, -1.8379, -1.8379])
 
     :param value: ``(*batch, m)``.
-    :param generate: from ``(*any, d)`` to ``(*any, m)``, each row independently.
+    :param generate: function from ``(*any, d)`` to ``(*any, m)``, each row independently.
     :param scale: positive, broadcastable to ``(*batch, m)``.
     :param noises: one or more sets of noise, each ``(num_noises, *batch, d)``, with size 1 in the
         batch dimensions whose elements share noise; S is the sum of their sizes.
@@ -124,8 +124,8 @@ def linearised_reverse_conditional(
             [0., 1.]]))
 
     :param value: ``(*batch, m)``.
-    :param value_and_jacobian: from ``(*batch, d)`` to the generator's value ``(*batch, m)`` and its
-        Jacobian ``(*batch, m, d)``.
+    :param value_and_jacobian: function from ``(*batch, d)`` to the generator's value ``(*batch,
+        m)`` and its Jacobian ``(*batch, m, d)``.
     :param scale: positive, broadcastable to ``(*batch, m)``.
     :param start: ``(*batch, d)``.
     :param num_steps: evaluations of the Jacobian beyond the first.
@@ -157,7 +157,7 @@ def linearised_reverse_conditional(
     with torch.no_grad():
         noise = start
         loss, descent, rows = evaluate(noise)
-        damping = torch.full_like(loss, 1e-2)
+        damping = torch.full_like(loss, FIRST_DAMPING)
         for _ in range(num_steps):
             trial = noise + newton(rows, descent, damping).to(noise.dtype)
             trial_loss, trial_descent, trial_rows = evaluate(trial)
@@ -166,7 +166,7 @@ def linearised_reverse_conditional(
             noise = torch.where(better[..., None], trial, noise)
             descent = torch.where(better[..., None], trial_descent, descent)
             rows = torch.where(better[..., None, None], trial_rows, rows)
-            damping = torch.where(better, damping / 10, damping * 10)
+            damping = torch.where(better, damping / DAMPING_FACTOR, damping * DAMPING_FACTOR)
         return noise, rows
 
 

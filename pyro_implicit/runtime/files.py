@@ -49,8 +49,8 @@ def read_file(
 ) -> Any:
     """Read a file of :func:`write_file` to a device.
 
-    :param classes: the classes that may be in it beside tensors and numbers. With None, it may hold
-        any class and run code: only read such files that you have written.
+    :param classes: the classes that the file may contain in addition to tensors and numbers. With
+        None, it may contain any class and run code: only read files that you have written.
     :raises ValueError: for a file that is damaged, of another kind or of another format.
     """
     if classes is None:
@@ -107,7 +107,8 @@ def save_file(path: Path, content: Any) -> None:
 def load_file(path: Path, **options: Any) -> Any:
     """Call ``torch.load``, and check that no bit is flipped, which torch does not.
 
-    :param options: of ``torch.load``; with ``mmap=True`` there is no check for flipped bits.
+    :param options: options of ``torch.load``; with ``mmap=True`` there is no check for flipped
+        bits.
     :raises ValueError: for a file that is empty, truncated, changed or no file of torch's.
     """
     try:

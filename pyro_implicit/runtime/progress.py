@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.policy import DISPLAY
 
 __all__ = [
     "Callback",
@@ -32,20 +33,6 @@ __all__ = [
 
 LOG = logging.getLogger("pyro_implicit")
 LOG.addHandler(logging.NullHandler())
-
-
-@dataclass(frozen=True)
-class DisplayPolicy:
-    """When progress is shown."""
-
-    #: Seconds before a bar appears; shorter parts show none.
-    delay: float = 1.0
-
-    #: Estimated seconds of a part from which they are announced.
-    worth_saying: float = 5.0
-
-
-DISPLAY = DisplayPolicy()
 
 
 @dataclass
@@ -134,8 +121,8 @@ class _Audience(NamedTuple):
                 except Exception as error:  # of the user's code
                     callback._failed = True
                     warn_user(
-                        f"{type(callback).__name__}.{method} failed ({first_line(error)}), and is "
-                        "not called again. Cure: mend the callback"
+                        f"{type(callback).__name__}.{method} failed ({first_line(error)}) and is "
+                        "not called again. Cure: correct the error in the callback"
                     )
         return stops
 
@@ -250,7 +237,7 @@ def watch(name: str, total: float, initial: int = 0, **options: Any) -> Iterator
     :param name: the name of the loop.
     :param total: the maximal work.
     :param initial: the work that is already done.
-    :param options: of tqdm.
+    :param options: options of tqdm.
     """
     audience = _audience.get()
     LOG.debug("%s: at most %g steps", name, total)
@@ -285,8 +272,8 @@ def steps_of(steps: Iterable[Item], total: int, name: str) -> Iterator[Item]:
 def announce(name: str, seconds: float) -> None:
     """Log the estimated time of a part; print it if it is more than five seconds.
 
-    :param name: of the part.
-    :param seconds: of one core.
+    :param name: name of the part.
+    :param seconds: seconds of one core.
     """
     LOG.info("%s: about %.0f s of one core", name, seconds)
     if progress_is_shown() and seconds > DISPLAY.worth_saying:
@@ -294,7 +281,7 @@ def announce(name: str, seconds: float) -> None:
 
 
 def progress_is_shown() -> bool:
-    """Tell whether progress is wanted, and shown in a terminal or a notebook."""
+    """Tell whether progress is enabled and can be shown, in a terminal or a notebook."""
     return _audience.get().shows_bars and _is_watched()
 
 

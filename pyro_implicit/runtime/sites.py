@@ -117,7 +117,7 @@ def without_mask(fn: Any) -> Any:
 def is_latent(site: Site) -> bool:
     """Tell whether a site of a trace is a latent variable.
 
-    :param site: of any type; the indices of a subsampled plate are no latent variable.
+    :param site: site of any type; the indices of a subsampled plate are no latent variable.
     """
     return site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
 
@@ -144,7 +144,7 @@ def is_data(site: Site, factors: bool = True) -> bool:
     >>> [name for name, site in poutine.trace(model).get_trace().nodes.items() if is_data(site)]
     ['y']
 
-    :param site: of any type.
+    :param site: site of any type.
     :param factors: whether ``pyro.factor`` counts as data.
     """
     if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
@@ -209,7 +209,7 @@ def is_counted(site: Site) -> Tensor:
     >>> is_counted({"fn": fn, "mask": None})
     tensor([ True, False,  True])
 
-    :param site: of a trace.
+    :param site: site of a trace.
     :returns: of the distribution's batch shape.
     """
     found, rank = unmasked_elements(site), len(site["fn"].batch_shape)
@@ -219,7 +219,7 @@ def is_counted(site: Site) -> Tensor:
 def unmasked_elements(site: Site) -> Tensor:
     """Tell which elements no mask leaves out; ``to_event`` is undone.
 
-    :param site: of a trace.
+    :param site: site of a trace.
     :returns: of the batch shape of the distribution inside of ``to_event``.
     """
     fn = site["fn"]
@@ -279,7 +279,7 @@ def put_into_store(name: str, own: Owned) -> None:
     A module computes with its own tensor; with another one in the store, training would change
     only the latter.
 
-    :param name: of the parameter in the store.
+    :param name: name of the parameter in the store.
     :param own: the parameter of the module.
     """
     store = pyro.get_param_store()
@@ -330,7 +330,7 @@ def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Te
             [2, 3]]), tensor(4))
 
     :param latent: ``(*batch, latent_dim)``.
-    :param shapes: by site, in the order of the vector.
+    :param shapes: shapes by site, in the order of the vector.
     :returns: by site, ``(*batch, *shape)``.
     """
     parts = latent.split([shape.numel() for shape in shapes.values()], dim=-1)
@@ -360,8 +360,8 @@ def constrained_parts(
     """Map vectors of all latent variables to the values of the sites.
 
     :param latent: unconstrained, ``(*batch, latent_dim)``.
-    :param shapes: of the unconstrained sites, in the order of the vector.
-    :param transforms: by site, the bijection from unconstrained values.
+    :param shapes: shapes of the unconstrained sites, in the order of the vector.
+    :param transforms: bijections from unconstrained values, by site.
     :returns: by site, ``(*batch, *site_shape)``.
     """
     return {name: transforms[name](part) for name, part in site_parts(latent, shapes).items()}
@@ -530,7 +530,7 @@ def unplated_dims(trace: Any) -> dict[str, int]:
     >>> unplated_dims(poutine.trace(model).get_trace())
     {'x': 1}
 
-    :param trace: of a plain run of a model.
+    :param trace: trace of a plain run of a model.
     """
     found = {}
     for name, site in trace.nodes.items():

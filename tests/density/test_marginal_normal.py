@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_implicit.density import marginal_normal as module
 from pyro_implicit.density.marginal import MarginalModel
-from pyro_implicit.density.marginal_normal import NormalMarginal
+from pyro_implicit.density.marginal_normal import JointDensity, NormalMarginal
 from pyro_implicit.density.policy import MARGINAL
 from pyro_implicit.density.target import Target
 
@@ -193,7 +193,7 @@ def test_almost_quadratic_densities_are_refused(name: str, monkeypatch: pytest.M
 def test_clearly_bent_densities_cost_no_whole_check(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NormalMarginal, "_is_quadratic", lambda *args: pytest.fail("was checked"))
+    monkeypatch.setattr(JointDensity, "is_quadratic", lambda *args: pytest.fail("was checked"))
     assert find_marginal(Target(almost(ALMOST[name]), Y)) is None
 
 
@@ -209,9 +209,9 @@ def test_a_kink_that_a_large_constant_hides_from_the_value(kink: float) -> None:
         pyro.factor("kinks", 1e15 - kink * x.abs().sum(-1).double())
 
     target = Target(model, Y)
-    marginal = NormalMarginal(target, target.in_double(), ["x"], MARGINAL)
-    rest = target.sample_prior(3).double()[:, marginal._rest_index]
-    assert marginal._is_quadratic(rest) == (kink == 0)
+    joint = JointDensity(target, target.in_double(), ["x"], MARGINAL)
+    rest = joint.rest_of(target.sample_prior(3))
+    assert joint.is_quadratic(rest) == (kink == 0)
 
 
 def test_normal_likelihood_is_accepted() -> None:

@@ -170,6 +170,29 @@ def test_interval_of_equal_sets():
     assert low == pytest.approx(1, abs=2e-3) and high == pytest.approx(1, abs=2e-3)
 
 
+def test_interval_uses_a_distance_that_one_direction_explains(monkeypatch):
+    """Noise that cancels the difference in 6 % of the resamples, and is large elsewhere."""
+    x = torch.randn(100, 2)
+    y = x + 0.1  # every projection is shifted by a constant
+    draw = torch.Generator().manual_seed(0)
+
+    def resampled(projected, generator):
+        noise = torch.randn(200, 100, projected.shape[-1], generator=draw)
+        if resampled.calls:
+            return torch.zeros_like(noise)
+        resampled.calls += 1
+        shift = distances._quantiles(x @ directions.mT) - distances._quantiles(y @ directions.mT)
+        noise[:12] = -2 * shift
+        return noise
+
+    resampled.calls = 0
+    directions = distances._directions(x, 32, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(distances, "_resampled_quantiles", resampled)
+    low, high = sliced_wasserstein_interval(x, y)
+    # Three times the distance; that of the large noise is 1.
+    assert low == 0 and high == pytest.approx(0.3, rel=0.05)
+
+
 def test_mmd_against_a_double_loop():
     x = torch.randn(7, 3, requires_grad=True)
     y = torch.randn(5, 3) + 0.5
@@ -229,24 +252,24 @@ def test_whiten_in_float32_stands_strong_correlation():
 
 @pytest.mark.parametrize("reference", [torch.ones(50, 2), torch.eye(2)])
 def test_whiten_refuses_a_singular_reference(reference):
-    with pytest.raises(ValueError, match="singular; leave out constant or duplicated"):
+    with pytest.raises(ValueError, match="singular. Cure: leave out constant or duplicated"):
         whiten(torch.zeros(3, 2, dtype=reference.dtype), reference)
 
 
 @pytest.mark.parametrize("function", [sliced_wasserstein, maximum_mean_discrepancy, whiten])
 def test_shapes_that_do_not_fit(function):
-    with pytest.raises(ValueError, match=r"\(5, 2\) and \(5, 3\). Flatten the sites"):
+    with pytest.raises(ValueError, match=r"\(5, 2\) and \(5, 3\). Cure: flatten the sites"):
         function(torch.zeros(5, 2), torch.zeros(5, 3))
-    with pytest.raises(ValueError, match=r"same dim; got \(5,\)"):
+    with pytest.raises(ValueError, match=r"same dim, but got \(5,\)"):
         function(torch.zeros(5), torch.zeros(5, 1))
 
 
 def test_too_few_draws():
-    with pytest.raises(ValueError, match="reference has 3 draws"):
+    with pytest.raises(ValueError, match="reference has 3 draws.*Cure: more draws"):
         sliced_wasserstein_floor(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="at least 2 draws of each; got 1 of x and 3 of y"):
+    with pytest.raises(ValueError, match="but got 1 of x and 3 of y. Cure: more draws"):
         maximum_mean_discrepancy(torch.zeros(1, 2), torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="empty draws"):
+    with pytest.raises(ValueError, match="x or y is empty.*Cure: at least one draw"):
         sliced_wasserstein(torch.zeros(0, 2), torch.zeros(3, 2))
 
 

@@ -103,7 +103,7 @@ def test_refuses_noise_that_is_no_vector(kind, noise, shapes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_refuses_generators_that_lose_the_batch(kind):
     noise = dist.Normal(torch.zeros(4, 3), 1).to_event(1)
-    with pytest.raises(ValueError, match=r"noise of shape \(2, 3\) into \(3,\); it must keep"):
+    with pytest.raises(ValueError, match=r"noise of shape \(2, 3\) into \(3,\). Cure"):
         make(kind, lambda z: z.sum(0), noise)
 
     class WrongSize(nn.Module):

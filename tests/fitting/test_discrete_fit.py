@@ -213,7 +213,7 @@ def test_equal_seeds_give_equal_draws(summed):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="refine=False leaves no way .*'n'.*Cure"):
+    with pytest.raises(ValueError, match="refine=False excludes chains.*'n'.*Cure"):
         fit(thinned, "auto", Y, refine=False, progress=False)
 
     def learns():

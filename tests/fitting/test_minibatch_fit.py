@@ -84,7 +84,7 @@ def test_refined_by_stochastic_gradients():
     assert draws.std().item() == pytest.approx(sd, rel=0.5)
 
 
-@pytest.mark.filterwarnings("ignore:the chains forgot their start only")
+@pytest.mark.filterwarnings("ignore:the chains ran for only")
 @pytest.mark.filterwarnings("ignore:the velocities' temperature")  # on a busy machine: few steps
 @pytest.mark.parametrize("guide", ["auto", "given"])
 @pytest.mark.parametrize("refine", [True, "auto"])

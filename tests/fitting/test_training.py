@@ -24,6 +24,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.runtime import progress as progress_module
+from pyro_implicit.runtime.policy import DisplayPolicy
 
 Y = torch.tensor([1.0, 2.0, 4.5])
 
@@ -347,7 +348,7 @@ def test_gradients_are_cut(monkeypatch):
 @pytest.mark.parametrize("progress", [False, True])
 def test_the_bar_can_be_off(progress, capsys, monkeypatch):
     monkeypatch.setattr("pyro_implicit.runtime.progress._is_watched", lambda: True)
-    monkeypatch.setattr(progress_module, "DISPLAY", progress_module.DisplayPolicy(0.0, 0.0))
+    monkeypatch.setattr(progress_module, "DISPLAY", DisplayPolicy(0.0, 0.0))
     schedule = Schedule(num_steps=5)
     guide = AutoNormal(conjugate)
     train(conjugate, guide, ImplicitELBO(2), schedule=schedule, progress=progress, name="my run")

@@ -240,7 +240,7 @@ def test_noise_space_nuts():
 
 def test_errors():
     generator = AutoregressiveGenerator(5, context_dim=2)
-    with pytest.raises(ValueError, match=r"values of shape \(\*batch, 5\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"values of shape \(\*batch, 5\), but got \(3,\)"):
         generator.inverse(torch.zeros(3), torch.zeros(2))
-    with pytest.raises(ValueError, match="got no context; pass context="):
+    with pytest.raises(ValueError, match="got no context. Cure: pass context="):
         generator.inverse(torch.zeros(3, 5))

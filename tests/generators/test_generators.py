@@ -231,7 +231,7 @@ def test_errors_of_the_inputs(name):
             with pytest.raises(ValueError, match=r"without a context .* with context_dim=7"):
                 call(noise, torch.zeros(5, 7))
         else:
-            with pytest.raises(ValueError, match="got no context; pass context="):
+            with pytest.raises(ValueError, match="got no context. Cure: pass context="):
                 call(noise)
             with pytest.raises(ValueError, match=r"expects a context of shape \(\*batch, 2\)"):
                 call(noise, context[..., :1])
@@ -244,11 +244,11 @@ def test_errors_of_the_sizes():
         GatedMLP(3, -1)
     with pytest.raises(ValueError, match="hidden must be at least 1, but got 0"):
         MLP(3, 3, hidden=(4, 0))
-    with pytest.raises(ValueError, match="context_dim is -2; give a size, or 0 for no context"):
+    with pytest.raises(ValueError, match="context_dim is -2. Cure: a size, or 0 for no context"):
         MLP(3, 3, context_dim=-2)
-    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
+    with pytest.raises(ValueError, match="one of tanh, elu, relu, silu.*, but got 'gelu'"):
         GatedMLP(3, 3, activation="gelu")
-    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
+    with pytest.raises(ValueError, match="one of tanh, elu, relu, silu.*, but got 'gelu'"):
         AutoregressiveGenerator(3, activation="gelu")
 
 

@@ -195,11 +195,11 @@ def test_one_pass_of_the_image_per_step(elbo):
 def test_errors():
     with pytest.raises(ValueError, match="context_dim must be at least 1, but got 0"):
         NoisyEncoder(0, 3)
-    with pytest.raises(ValueError, match="hidden is empty; give the width of the layer"):
+    with pytest.raises(ValueError, match="hidden is empty. Cure: the width of the layer"):
         NoisyEncoder(4, 3, hidden=())
     with pytest.raises(ValueError, match="hidden must be at least 1, but got 0"):
         NoisyEncoder(4, 3, hidden=(4, 0))
     with pytest.raises(ValueError, match="noise_scale must be positive, but got 0.0"):
         NoisyEncoder(4, 3, noise_scale=0.0)
-    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
+    with pytest.raises(ValueError, match="one of tanh, elu, relu, silu.*, but got 'gelu'"):
         NoisyEncoder(4, 3, activation="gelu")

@@ -415,7 +415,9 @@ def test_what_is_refused():
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("x", dist.Normal(z, 1.0), obs=x[0])
 
-    with pytest.raises(ValueError, match="plate 'rows' has 20 rows, .*their index does not count"):
+    with pytest.raises(
+        ValueError, match="plate 'rows' has 20 rows, .*index of the rows does not count"
+    ):
         AutoAmortized(by_index)(x.unsqueeze(0), torch.arange(20))
     guide = AutoAmortized(by_index)
     guide(x.unsqueeze(0).expand(20, 20), torch.arange(20))

@@ -139,7 +139,7 @@ def test_networks_in_one_fit_and_what_takes_it():
     report = evaluate(result, loader)
     assert report.num_samples == 4 and report.accuracy > 0.9
     assert guide.get_samples()["0.weight"].flatten(1).std(0).min() > 0.05  # of several modes
-    with pytest.warns(UserWarning, match="forgot their start only"):  # so few epochs
+    with pytest.warns(UserWarning, match="ran for only"):  # so few epochs
         refined = refine_by_minibatches(
             labels, result, batches=loader, num_chains=4, max_epochs=3,
             progress=False,

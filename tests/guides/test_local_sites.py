@@ -191,7 +191,7 @@ def test_fit_by_minibatches_against_the_exact_posterior(tmp_path):
     torch.testing.assert_close(draws["z"].std(0), torch.full_like(loc, width), rtol=0.2, atol=0)
     few = result.sample(5, x[:3], index[:3])
     assert few["z"].shape == (5, 3)
-    with pytest.raises(TypeError, match="Pass the arguments of the model as well"):
+    with pytest.raises(TypeError, match="Cure: pass the arguments of the model as well"):
         result.sample(5)
     assert result.guide.median().keys() == {"mean"}
     predictive = Predictive(model, guide=result.guide, num_samples=2)

@@ -31,5 +31,5 @@ def test_goes_on_after_a_kill(tmp_path):
     assert again.take(torch.arange(9)).equal(DRAWS[:3].flatten(0, 1))
     with pytest.raises(ValueError, match="holds 3 snapshots of another run.*Cure"):
         DrawStore(tmp_path).begin()
-    with pytest.raises(ValueError, match="holds 3 snapshots.*speaks of 5.*Cure"):
+    with pytest.raises(ValueError, match="holds 3 snapshots.*expects 5.*Cure"):
         DrawStore(tmp_path).go_on(5)

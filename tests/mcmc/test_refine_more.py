@@ -221,7 +221,7 @@ def test_a_clock_that_stands_still(monkeypatch):
 
 def test_chains_that_cannot_go_on():
     loaded = pickle.loads(pickle.dumps(run(200)))
-    with pytest.raises(ValueError, match=r"cannot go on.*Cure: .*fit\(...\)\.refine_more"):
+    with pytest.raises(ValueError, match=r"cannot continue.*Cure: .*fit\(...\)\.refine_more"):
         loaded.refine_more()
     pyro.clear_param_store()
     with pytest.raises(ValueError, match="no chains of all data"):

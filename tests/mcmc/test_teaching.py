@@ -258,7 +258,7 @@ def test_the_store_and_the_guide_stay_one():
         (lambda: pyro.sample("v", dist.Normal(0.0, 1.0)), "no parameter.*Cure"),
         (
             lambda: pyro.sample("z", dist.Normal(pyro.param("a", torch.zeros(())), 1.0)),
-            "'z', of which there are no draws.*Cure",
+            "'z', but the draws do not contain.*Cure",
         ),
         (
             lambda: pyro.sample("v", dist.Delta(pyro.param("a", torch.zeros(())))),
@@ -275,5 +275,5 @@ def test_refuses(guide, message):
 def test_refuses_few_draws_and_draws_of_others():
     with pytest.raises(ValueError, match="at least 20 draws, but got 5"):
         teach(AutoNormal(model), posterior(5))
-    with pytest.raises(ValueError, match="'x', of which there are no draws.*Cure"):
+    with pytest.raises(ValueError, match="'x', but the draws contain only.*Cure"):
         teach(AutoNormal(model), {"v": torch.zeros(50), "s": torch.ones(50)})

@@ -195,7 +195,7 @@ def test_a_budget_ends_it_and_the_verdict_says_so():
     assert result.stopped == "max_gradients" and not result.settled
     result = quick(four(), max_seconds=0.01, policy=policy)
     assert result.stopped == "max_seconds"
-    with pytest.raises(ValueError, match="cannot go on"):
+    with pytest.raises(ValueError, match="cannot continue"):
         result.refine_more()
 
 

@@ -357,9 +357,9 @@ def test_errors():
     with pytest.raises(ValueError, match="interval must be a probability between 0 and 1, but got"):
         next(predict(WEIGHTS, [X], model=model, interval=90))
     only = {"weight": WEIGHTS["weight"]}
-    with pytest.raises(ValueError, match=r"sites \['bias', 'y'\] beside .*exactly one.*Cure"):
+    with pytest.raises(ValueError, match=r"\['bias', 'y'\] in addition to .*exactly one.*Cure"):
         next(predict(only, [X], model=model))
-    with pytest.raises(ValueError, match=r"sites \[\] beside .*exactly one"):
+    with pytest.raises(ValueError, match=r"sites \[\] in addition to .*exactly one"):
         next(predict(WEIGHTS, [X], model=NET))
     with pytest.raises(ValueError, match="AutoNormal was never called.*Cure: train it first"):
         next(predict(AutoNormal(model), [X], model=model))

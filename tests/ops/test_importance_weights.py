@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pareto-smoothed importance weights, beside ArviZ's and an integral that is known."""
+"""Pareto-smoothed importance weights, compared with ArviZ and a known integral."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ SEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:the chains forgot their start")
+@pytest.mark.filterwarnings("ignore:the chains ran for only")
 @pytest.mark.filterwarnings("ignore:the velocities' temperature")
 @pytest.mark.parametrize("name", SEEDED)
 def test_seeded_functions_leave_the_callers_streams(name):

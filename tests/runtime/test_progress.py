@@ -13,6 +13,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, fit
 from pyro_implicit.runtime import progress
+from pyro_implicit.runtime.policy import DisplayPolicy
 
 
 class Terminal(io.StringIO):
@@ -26,7 +27,7 @@ def model():
 
 def watch(monkeypatch, stream):
     """Not in a fixture: between setup and call pytest puts its own stream there again."""
-    monkeypatch.setattr(progress, "DISPLAY", progress.DisplayPolicy(0.0, 0.0))
+    monkeypatch.setattr(progress, "DISPLAY", DisplayPolicy(0.0, 0.0))
     monkeypatch.setattr("sys.stderr", stream)
     return stream
 

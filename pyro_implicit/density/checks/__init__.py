@@ -52,7 +52,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
 
     The observations are checked as well.
 
-    :param trace: of the model with its data.
+    :param trace: trace of the model with its data.
     :param sampled: discrete latent variables that have coordinates of their own.
     :raises RuntimeError: for a model without continuous latent variables, or without elements.
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
@@ -211,7 +211,7 @@ def refuse_moving_supports(
 
     The model is run once more if a support has tensors for bounds.
 
-    :param latents: of a run of the model.
+    :param latents: latent variables of a run of the model.
     :raises MovingSupportError: naming sites and cure.
     :raises ValueError: for a site that the other run does not have.
     """

@@ -19,7 +19,7 @@ from pyro_implicit.density.checks.observations import (
     describe_nan,
     site_log_prob,
 )
-from pyro_implicit.density.policy import GRADIENTS, ROUNDING
+from pyro_implicit.density.policy import GRADIENTS, ROUNDING, RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
@@ -58,7 +58,7 @@ def blame(target: Target, points: Tensor) -> str:
     :param points: unconstrained vectors, ``(num_points, latent_dim)``; the first twenty are tried.
     :returns: a clause for each site, and the cure.
     """
-    points = points[:20]
+    points = points[: RUNS.num_blamed]
     reasons: dict[str, Counter[str]] = {}
     for point in points:
         try:

@@ -120,7 +120,7 @@ def _array_kind(value: Any) -> str:
 def refuse_unfit_data(trace: Trace, where: str = "") -> None:
     """Check that a model's observations have a density.
 
-    :param trace: of the model with its data.
+    :param trace: trace of the model with its data.
     :param where: which data these are, for the message.
     :raises TypeError: for an observation of a type for which its distribution has no density.
     :raises ValueError: for an observation that broadcasting repeats, that does not broadcast, that
@@ -144,7 +144,7 @@ def refuse_unfit_data(trace: Trace, where: str = "") -> None:
 def refuse_missing_data(trace: Trace, where: str = "") -> None:
     """Check that no observation is NaN where it counts, or infinite without a finite density.
 
-    :param trace: of the model with its data.
+    :param trace: trace of the model with its data.
     :param where: which data these are, for the message.
     :raises ValueError: naming the site.
     """
@@ -373,7 +373,7 @@ def warn_of_missing_data(
 
     It looks like data if no other site depends on it, and the model has arguments or misses one.
 
-    :param trace: of the model.
+    :param trace: trace of the model.
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :warns UserWarning: naming site, plate and number of latent variables.
     """

@@ -10,18 +10,19 @@ A kernel is one file with
 ``score`` maps points to their log-densities and gradients. A state has ``position``, and an info
 ``num_gradients``. To add a kernel, write its file and add a line to ``KERNELS``.
 
-Kernels with all data adapt like :class:`~pyro_implicit.mcmc.kernels.hmc.ChEES`, by its methods;
-their states have ``log_density`` and their infos ``acceptance``, too. Minibatch chains choose the
+:mod:`~pyro_implicit.mcmc.kernels.protocol` defines the types of these functions, and the methods of
+an adaptation. All kernels take the same arguments, also those that they do not need. With all data,
+states have ``log_density`` and infos ``acceptance``, too. Minibatch chains choose the
 step size of :mod:`~pyro_implicit.mcmc.kernels.sghmc` themselves
 (:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyro_implicit.mcmc.kernels import hmc, mams, mclmc, sghmc, slice_sampling
+from pyro_implicit.mcmc.kernels.protocol import Init, MakeTuning, Transition
 
 __all__ = ["KERNELS", "Kernel"]
 
@@ -35,9 +36,9 @@ class Kernel(NamedTuple):
     invariant once it is frozen.
     """
 
-    init: Callable[..., Any]
-    step: Callable[..., Any]
-    adaptation: Callable[..., Any] | None = None
+    init: Init
+    step: Transition
+    adaptation: MakeTuning | None = None
     separate: bool = False
     exact: bool = True
 

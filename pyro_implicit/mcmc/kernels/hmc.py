@@ -127,7 +127,7 @@ class ChEES:
 
     :param policy: the numbers of the adaptation.
     :param max_leapfrogs: leapfrog steps of a transition, at most.
-    :param step_size: of the leapfrog integrator.
+    :param step_size: step size of the leapfrog integrator.
     :param trajectory_length: the longest.
     :param spread: ratio of the largest to the smallest step size of chains.
     :param adapting: whether updates change step size and length.
@@ -177,9 +177,9 @@ class ChEES:
         size = min(self.step_size, 1.0)
         grown = shrunk = False
         gradients = 0
-        for _ in range(30):  # by factors of two, far more than floats need
-            move = ensemble_move(score, state, size, 2)
-            state, gradients = move.state, gradients + 2
+        for _ in range(self.policy.max_doublings):
+            move = ensemble_move(score, state, size, self.policy.search_leapfrogs)
+            state, gradients = move.state, gradients + self.policy.search_leapfrogs
             if move.acceptance.mean() > self.policy.target_acceptance:
                 if shrunk:
                     break

@@ -36,7 +36,10 @@ class Info(NamedTuple):
 
 
 def init(position: Tensor, score: Score | None = None) -> State:
-    """Start chains at positions ``(num_chains, d)`` with standard normal velocities."""
+    """Start chains at positions ``(num_chains, d)`` with standard normal velocities.
+
+    :param score: not used; see :class:`~pyro_implicit.mcmc.kernels.protocol.Init`.
+    """
     return State(position, torch.randn_like(position))
 
 

@@ -51,7 +51,7 @@ def conditional_factor(white: Tensor, values: Tensor, elements: Elements) -> Ten
     """Return the Cholesky factor of the covariance of z given the counts, ``(d, d)``.
 
     :param white: draws of z with unit covariance, ``(num_draws, d)``.
-    :param values: of the elements, ``(num_draws, num_elements)``.
+    :param values: values of the elements, ``(num_draws, num_elements)``.
     """
     white, values = (part.double() - part.double().mean(0) for part in (white, values))
     slopes, residual = _regression(white, values, elements)
@@ -65,7 +65,7 @@ def ridge_of(
     """Return the ridge along which continuous coordinates and counts vary together.
 
     :param white: draws of z, ``(num_draws, d)``, of about unit variance given the counts.
-    :param values: of the elements, ``(num_draws, num_elements)``.
+    :param values: values of the elements, ``(num_draws, num_elements)``.
     :returns: None if there is none.
     """
     is_count = ~elements.is_label & (elements.num_values > policy.least_values)
@@ -94,9 +94,9 @@ def step(
 
     :param white: z, ``(num_chains, d)``.
     :param values: x, ``(num_chains, num_elements)``.
-    :param log_density: of both, ``(num_chains,)``, finite.
+    :param log_density: log-density of both, ``(num_chains,)``, finite.
     :param log_prob: the log-density of z and x.
-    :param size: of a step along the ridge, in its widths.
+    :param size: size of a step along the ridge, in its widths.
     :returns: z, x, the log-density, and the probabilities of acceptance.
     """
     noise = size * torch.randn(len(white), ridge.directions.shape[-1]).to(ridge.directions)

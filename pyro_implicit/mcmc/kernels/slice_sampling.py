@@ -116,7 +116,7 @@ class SliceTuning:
     is_at_limit: ClassVar[bool] = False  # longer transitions would only be rarer
 
     def settings(self, state: ChainState) -> Settings:
-        """Return the settings of the next transition."""
+        """Return the settings of the next transition, which do not depend on the state."""
         return Settings(self.policy.width, self.num_directions, self.policy.max_shrinks)
 
     def update(self, *_: Any) -> SliceTuning:

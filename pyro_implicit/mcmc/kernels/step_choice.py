@@ -189,8 +189,8 @@ def gradient_noise(gradients: Tensor) -> GradientNoise:
     >>> f"{noise.mean:.1f}, {noise.rms:.1f}"  # of 9 and 1
     '5.0, 6.4'
 
-    :param gradients: of minibatches at the same points, ``(num_batches, num_points, d)``; at least
-        four.
+    :param gradients: gradients of minibatches at the same points, ``(num_batches, num_points, d)``;
+        at least four.
     """
     even = len(gradients) // 2 * 2
     differences = (gradients[:even:2] - gradients[1:even:2]).transpose(0, 1)
@@ -216,9 +216,9 @@ def largest_curvature(
     >>> curvature.round(decimals=2)
     tensor([9.])
 
-    :param gradient: of points ``(num_points, d)``; the same function in every call.
+    :param gradient: function from points ``(num_points, d)`` to gradients, the same in every call.
     :param position: ``(num_points, d)``.
-    :param iterations: of power iteration, with a gradient each.
+    :param iterations: number of power iterations, with a gradient each.
     :param distance: between points whose gradients are compared.
     :returns: absolute values, ``(num_points,)``; power iteration comes from below.
     """

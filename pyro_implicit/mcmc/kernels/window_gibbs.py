@@ -85,7 +85,7 @@ def dependence(
     A dependence that no tried value shows is missed; the driver of the chains compares every
     change of the log-density with the sum of the changes of its terms, and then notices.
 
-    :param values: of different chains, ``(num_chains, num_elements)``.
+    :param values: values of different chains, ``(num_chains, num_elements)``.
     :param terms: see :data:`Terms`; it gives the terms of each chain.
     :param others: values to which elements are moved, by default those of another chain.
     :returns: ``(num_elements, num_terms)``.

@@ -61,7 +61,7 @@ class ChainSetup:
     :param anneals_apart: whether chains that stay in separate modes are annealed: discrete latents
         from the prior, others from the modes near the chains. If annealing is no better, the chains
         go on.
-    :param symmetries: of the posterior. The chains start with their units in order.
+    :param symmetries: symmetries of the posterior. The chains start with their units in order.
     """
 
     sampler: Sampler
@@ -209,7 +209,7 @@ def finite_starts(
     if lost:
         warn_user(
             f"the model's log-density is not finite at {lost} of {len(points)} {sampler.source}: "
-            "these chains start from others of the draws"
+            "these chains start from other draws"
         )
         good = finite.nonzero().squeeze(-1)
         points = points.clone()
@@ -257,7 +257,7 @@ def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | No
         with suppress(ValueError):
             chains = _begin(space, plan)
     if chains is not None and chains.replaced > policy.max_replaced * plan.num_chains:
-        chains, note = None, f"the log-density is seldom finite in {name}"
+        chains, note = None, f"the log-density is rarely finite in {name}"
     for one in caught:
         if chains is not None or "not finite at" not in str(one.message):
             warn_user(one.message, one.category)
@@ -325,7 +325,8 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     sampler, num_chains, policy = plan.sampler, plan.num_chains, plan.policy
     latent_dim = space.target.latent_dim
     num_draws = num_chains
-    kernel: Any = KERNELS[plan.kernel]
+    kernel = KERNELS[plan.kernel]
+    assert kernel.adaptation is not None  # `refine` refuses kernels of minibatches
     if not isinstance(sampler.guide, Mapping) and plan.kind == "full" and not kernel.separate:
         num_draws = max(num_chains, policy.frame.draws_per_dim * latent_dim)
     if isinstance(space, GuideNoise):

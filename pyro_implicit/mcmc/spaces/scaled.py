@@ -427,7 +427,7 @@ class _Analysis(NamedTuple):
     def law(self, name: str, moves: Tensor, factors: Mapping[str, Powers]) -> Powers | None:
         """Fit the law of a site; None for a poor fit.
 
-        :param factors: of latents that are divided by what they have grown by.
+        :param factors: latents that count as factors, with their own laws.
         """
         policy = self.policy
         others = [one for one in self.others(name) if one not in factors]

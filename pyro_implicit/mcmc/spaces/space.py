@@ -54,7 +54,7 @@ __all__ = [
 
 
 class Fitted(NamedTuple):
-    """What a conditional space learnt from draws, from which it can be made again.
+    """The parameters that a conditional space learnt from draws; they determine the space.
 
     ``choice`` is the index of a map among all found maps; its scaled blocks have the ``laws``.
     """
@@ -87,7 +87,7 @@ class Space:
     middle: Tensor | None = None
     """The middle of the posterior, ``(latent_dim,)``, if the space was made from it."""
     fitted: Fitted | None = None
-    """What the space learnt from draws; see :meth:`refitted`."""
+    """The parameters learnt from draws; see :meth:`refitted`."""
     reparams: dict[str, ConditionalReparam] = {}
     """The maps of the space by site."""
 
@@ -353,14 +353,16 @@ class NoiseMap:
         return self.noise.split(self.noise.unconstrain(values))
 
 
-def dependent_sites(target: Target, point: Tensor) -> list[str]:
+def dependent_sites(
+    target: Target, point: Tensor, policy: SpacePolicy = DEFAULT.space
+) -> list[str]:
     """Return the latents that suit a map and whose priors change with others, in model order.
 
     :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
         an error there, no sites are found.
+    :param policy: the distances by which latents are moved.
     """
-    # Distinct steps, so that differences of latents change as well.
-    step = torch.linspace(0.1, 0.2, len(point)).to(point)
+    step = torch.linspace(*policy.dependence_steps, len(point)).to(point)
     try:
         one, other = (target.trace_at(at).nodes for at in (point, point + step))
     except IMPOSSIBLE:
@@ -464,7 +466,7 @@ class ConditionalNoise(Space):
         self._recording: dict[str, Any] = {"num_calls": num_calls, "compile": compile}
         self._policy = policy
         self._others: list[NoiseMap] = []
-        sites = dependent_sites(target, middle)
+        sites = dependent_sites(target, middle, policy)
         groups = [[site] for site in reversed(sites)]
         if len(groups) > policy.max_sites:  # the sites of a loop together
             loops = reversed(target.groups)

@@ -44,22 +44,22 @@ def test_a_new_kernel_with_all_data(monkeypatch):
     assert (draws.std(0) / SD - 1).abs().max() < 0.06
 
 
-def test_a_new_kernel_of_minibatches(monkeypatch):
+def test_chains_of_minibatches_call_the_registered_kernel(monkeypatch):
     calls = []
 
     def step(state, score, settings):
         calls.append(settings)
         return sghmc.step(state, score, settings)
 
-    monkeypatch.setitem(KERNELS, "other", Kernel(sghmc.init, step))
     batches = [torch.zeros(2), torch.zeros(2)]
     options = {"batches": batches, "seed": 0, "progress": False, "max_epochs": 50}
     torch.manual_seed(0)
     guide = AutoNormal(rows)
     guide(batches[0])
     known = refine_by_minibatches(rows, guide, **options)
-    other = refine_by_minibatches(rows, guide, kernel="other", **options)
-    assert len(calls) == 100 and other.kernel == "other"
+    monkeypatch.setitem(KERNELS, "sghmc", Kernel(sghmc.init, step, exact=False))
+    other = refine_by_minibatches(rows, guide, **options)
+    assert len(calls) == 100 and other.kernel == "sghmc"
     assert other.get_samples()["x"].equal(known.get_samples()["x"])
 
 
