@@ -251,14 +251,15 @@ class Target:
         tensor([[100.]])
 
         :param model: a model of continuous latent variables and fixed structure that scales the
-            likelihood of a minibatch to all data. It may draw random numbers of its own.
+            likelihood of a minibatch to all data. It may draw random numbers of its own. Discrete
+            latent variables, also of single rows, are summed out.
         :param args: the first positional arguments of the model, which all minibatches share.
         :param batch: the further positional arguments of the model: one minibatch.
         :param allow_local: whether latent variables may belong to single rows. The log-density is
             then that of the latent variables of one minibatch.
         :param init_loc_fn: as in the constructor.
         :param model_kwargs: as in the constructor, as ``kwargs``.
-        :raises SubsampledError: for a latent variable in a subsampled plate, unless
+        :raises SubsampledError: for a continuous latent variable in a subsampled plate, unless
             ``allow_local``. Other errors are those of the constructor.
         """
         target = cls.__new__(cls)
@@ -296,7 +297,7 @@ class Target:
             if site_is_subsample(site):
                 self.draws_rows |= len(site["value"]) < site["fn"].size
             elif not site["is_observed"]:
-                if not allow_local:
+                if not allow_local and not is_discrete_latent(site):
                     _refuse_local(name, site)
             elif is_data(site):
                 scale = torch.as_tensor(site["scale"])

@@ -33,6 +33,22 @@ def test_mean_over_minibatches_is_the_whole():
     assert density.is_vectorized and density.scaled and density.subsampled == ("rows", 2, 6)
 
 
+@pytest.mark.parametrize("infer", [{}, {"enumerate": "parallel"}])
+def test_classes_of_rows_are_summed_out(infer):
+    def mixture(y):
+        loc = pyro.sample("loc", dist.Normal(y.new_zeros(()), 2.0))
+        with pyro.plate("rows", 6, subsample_size=len(y)):
+            group = pyro.sample("group", dist.Bernoulli(y.new_tensor(0.3)), infer=infer)
+            pyro.sample("y", dist.Normal(loc + group, 1.0), obs=y)
+
+    loc = torch.randn(5, 1, dtype=torch.float64)
+    found = Target.of_minibatches(mixture, batch=(Y[0],)).log_prob(loc)
+    rows = [dist.Normal(loc + group, 1.0).log_prob(Y[0]).exp() for group in (0.0, 1.0)]
+    likelihood = (0.7 * rows[0] + 0.3 * rows[1]).log().sum(-1)
+    expected = 3 * likelihood + dist.Normal(0.0, 2.0).log_prob(loc[:, 0])
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_last_minibatch_may_be_smaller():
     density = Target.of_minibatches(model, batch=(Y[0],))
     latent = torch.randn(2, 2, dtype=torch.float64)
