@@ -70,7 +70,7 @@ class ModelComparison(Printed):
     :ivar loo: by model, the leave-one-out result; empty for K-fold cross-validation.
     :ivar evidence: by model, the log evidence; None if it is unknown.
     :ivar bounds: by model, the certified lower bound of its guide; None if it is unknown.
-    :ivar notes: by model, why the evidence is unknown.
+    :ivar notes: by model, why the evidence or the bound is unknown.
     """
 
     table: Any
@@ -113,7 +113,7 @@ class ModelComparison(Printed):
         for name, bad in self.bad.items():
             yield f"Unreliable observations of {name}:"
             yield from (f"  {label}: {why}" for label, why in bad.items())
-        yield from (f"No log evidence of {name}: {note}" for name, note in self.notes.items())
+        yield from (f"{name} has {note}" for name, note in self.notes.items())
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Plot elpd with standard errors (ArviZ), and k-hat of each observation.
@@ -264,7 +264,7 @@ def compare_models(
         try:
             values[name] = log_evidence(one)
         except ValueError as error:
-            notes[name] = str(error)
+            notes[name] = f"no log evidence: {error}"
             continue
         try:
             _, args, kwargs = one.source
@@ -272,8 +272,8 @@ def compare_models(
                 bounds[name] = evidence_bound(
                     one.model, one.guide, *args, progress=False, model_kwargs=kwargs
                 )
-        except (TypeError, ValueError):
-            pass  # the guide has no density
+        except (TypeError, ValueError) as error:  # usually, the guide has no density
+            notes[name] = f"no bound: {error}"
     return ModelComparison(table, elpd, labels, loo, values, bounds, notes)
 
 

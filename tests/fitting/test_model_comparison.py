@@ -26,6 +26,7 @@ from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import Fit, log_evidence, model_comparison
 from pyro_implicit.fitting.parameters import learnt_parameters, own_parameters
 from pyro_implicit.fitting.updating import log_prob_of
+from pyro_implicit.guides import StoredDraws
 
 log_evidence_module = importlib.import_module("pyro_implicit.fitting.log_evidence")
 
@@ -168,10 +169,12 @@ def flat(y, scale):
 
 @pytest.mark.usefixtures("few_draws")
 def test_flat_priors_have_no_evidence_but_leave_one_out(results):
-    both = {"flat": fit(flat, "auto", Y, 0.8, **QUIET), "proper": results["scale 0.8"]}
-    found = compare_models(both, seed=0)
+    stored = StoredDraws(results["scale 0.8"].sample(2_000))
+    proper = replace(results["scale 0.8"], guide=stored, correction=None)
+    found = compare_models({"flat": fit(flat, "auto", Y, 0.8, **QUIET), "proper": proper}, seed=0)
     assert found.evidence["flat"] is None and "site 'x' is flat" in found.notes["flat"]
-    assert "No log evidence of flat" in str(found)
+    assert "flat has no log evidence: the prior" in str(found)
+    assert found.bounds["proper"] is None and found.notes["proper"].startswith("no bound: ")
 
 
 def poisson(y, scale):
