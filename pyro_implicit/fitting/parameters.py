@@ -20,6 +20,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import Owned, owned_by, put_into_store, unconstrained
 
 __all__ = [
@@ -34,11 +35,13 @@ __all__ = [
     "put_back",
     "shown_names",
     "trained_parameters",
+    "warn_of_lost_modules",
     "with_fixed_parameters",
 ]
 
 
 GUIDE_PREFIX = "<guide>."  # replaces the name of a guide in names of its parameters
+DIVIDER = "$$$"  # between the names of module and parameter in the store, by pyro.module
 LIBRARIES = ("pyro", "pyro_implicit", "torch")  # their functions hold no modules of users
 
 
@@ -111,17 +114,17 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 @torch.no_grad()
-def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
-    """Restore the learnt parameters of a model, in its modules and in Pyro's store.
+def put_back(parameters: dict[str, Learnt], *functions: Any) -> None:
+    """Restore the learnt parameters of model and guide, in their modules and in Pyro's store.
 
     Existing parameters keep their device and dtype. Parameters that the store lacks are added as
-    they were saved.
+    they were saved. Modules that ``pyro.module`` registers are found as in :func:`_registered`.
 
     :param parameters: the parameters, by name.
-    :param model: a model that is, holds or uses the modules.
+    :param functions: model and guide, which are, hold or use the modules.
     :raises ValueError: for a parameter of another shape.
     """
-    owned = _owned(model)
+    owned = _owned(parameters, functions)
     current = _current(parameters, owned)
     for name, (value, constraint) in parameters.items():
         own = current.get(name)
@@ -141,8 +144,8 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> Iterator[None]:
-    """Give a model the parameters of its fit for a while.
+def own_parameters(parameters: dict[str, Learnt], *functions: Any) -> Iterator[None]:
+    """Give model and guide the parameters of their fit for a while.
 
     Another fit of the model, or other code, may have changed its modules and Pyro's store.
 
@@ -162,7 +165,7 @@ def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> 
         return
     now = {
         name: Learnt(value.detach().clone(), parameters[name].constraint)
-        for name, value in _current(parameters, _owned(model)).items()
+        for name, value in _current(parameters, _owned(parameters, functions)).items()
     }
     if all(
         name in now and now[name].value.equal(value.to(now[name].value))
@@ -170,18 +173,71 @@ def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> 
     ):
         yield
         return
-    put_back(parameters, model)
+    put_back(parameters, *functions)
     try:
         yield
     finally:
-        put_back(now, model)
+        put_back(now, *functions)
 
 
-def _owned(model: Callable[..., Any]) -> dict[str, Owned]:
+def warn_of_lost_modules(parameters: dict[str, Learnt], *functions: Any) -> None:
+    """Warn of modules of ``pyro.module`` that :func:`put_back` cannot find in model and guide."""
+    found = _owned(parameters, functions).keys()
+    for prefix, locals_ in _by_module(parameters).items():
+        if not found >= locals_.keys():
+            warn_user(
+                f"the module that pyro.module registers as '{prefix}' was not found, so that its "
+                "learnt parameters are only in Pyro's store, and the module computes with its own. "
+                "Cure: make the module a global or closure variable of model or guide, or an "
+                f"attribute of their module, named '{prefix}' if others have the same shapes; or "
+                "pyro.module(..., update_module_params=True), and ignore this warning"
+            )
+
+
+def _owned(parameters: dict[str, Learnt], functions: Iterable[Any]) -> dict[str, Owned]:
+    """Return the parameters of the modules that model and guide are, hold or use, by name."""
     owned: dict[str, Owned] = {}
-    for module in _modules(model, set()):
-        owned.update(owned_by(module))
+    for function in functions:
+        own: dict[str, Owned] = {}
+        parts: list[tuple[str, nn.Module]] = []
+        for variable, module in _modules(function, "", set()):
+            own.update(owned_by(module))
+            parts += [(path or variable, part) for path, part in module.named_modules()]
+        owned = _registered(parameters, parts) | own | owned
     return owned
+
+
+def _registered(
+    parameters: dict[str, Learnt], parts: list[tuple[str, nn.Module]]
+) -> dict[str, Owned]:
+    """Find the modules that ``pyro.module`` registers, by names and shapes of their parameters.
+
+    ``pyro.module`` leaves a module as it is if the store has other values. If several modules have
+    the same names and shapes, the name in ``parts`` must be that of the registration.
+    """
+    found: dict[str, Owned] = {}
+    for prefix, values in _by_module(parameters).items():
+        alike: dict[int, dict[str, nn.Parameter]] = {}
+        namesake = None
+        for path, part in parts:
+            trained = (item for item in part.named_parameters() if item[1].requires_grad)
+            own = {f"{prefix}{DIVIDER}{name}": value for name, value in trained}
+            if {name: value.shape for name, value in own.items()} == values:
+                alike[id(part)] = own
+                namesake = id(part) if path == prefix else namesake
+        if len(alike) == 1 or namesake is not None:
+            own = alike[namesake] if namesake is not None else next(iter(alike.values()))
+            found |= {name: Owned(value) for name, value in own.items()}
+    return found
+
+
+def _by_module(parameters: dict[str, Learnt]) -> dict[str, dict[str, torch.Size]]:
+    """Return the shapes of the parameters of ``pyro.module``, by the name of its registration."""
+    found: dict[str, dict[str, torch.Size]] = {}
+    for name, (value, _) in parameters.items():
+        if DIVIDER in name:
+            found.setdefault(name.partition(DIVIDER)[0], {})[name] = value.shape
+    return found
 
 
 def _current(names: Iterable[str], owned: dict[str, Owned]) -> dict[str, Tensor]:
@@ -191,22 +247,23 @@ def _current(names: Iterable[str], owned: dict[str, Owned]) -> dict[str, Tensor]
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
+def _modules(part: Any, variable: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with the names of the variables that hold them."""
     if id(part) in seen:
         return
     seen.add(id(part))
-    inner: list[Any] = []
+    inner: list[tuple[str, Any]] = []
     if isinstance(part, nn.Module):
-        yield part
+        yield variable, part
     elif isinstance(part, functools.partial):
-        inner = [part.func, *part.args, *part.keywords.values()]
+        inner = [("", one) for one in (part.func, *part.args)] + [*part.keywords.items()]
     elif inspect.ismethod(part):
-        inner = [part.__self__, part.__func__]
+        inner = [("", part.__self__), ("", part.__func__)]
     elif inspect.isfunction(part) and (part.__module__ or "").split(".")[0] not in LIBRARIES:
         used = inspect.getclosurevars(part)
-        inner = [*used.nonlocals.values(), *used.globals.values()]
-    for one in inner:
-        yield from _modules(one, seen)
+        inner = [*used.nonlocals.items(), *used.globals.items()]
+    for name, one in inner:
+        yield from _modules(one, name, seen)
 
 
 def describe(parameters: dict[str, Tensor]) -> str:

@@ -31,7 +31,13 @@ from pyro_implicit.diagnostics.quantities import Function
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
-from pyro_implicit.fitting.parameters import Learnt, describe, own_parameters, put_back
+from pyro_implicit.fitting.parameters import (
+    Learnt,
+    describe,
+    own_parameters,
+    put_back,
+    warn_of_lost_modules,
+)
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.updating import JointPrior, fit_update
 from pyro_implicit.guides import AutoHierarchical
@@ -60,7 +66,7 @@ def _by_own_parameters(method: M) -> M:
 
     @functools.wraps(method)
     def inside(self: Fit, *args: Any, **kwargs: Any) -> Any:
-        with own_parameters(self.parameters, self.source[0]):
+        with own_parameters(self.parameters, self.source[0], self.guide):
             return method(self, *args, **kwargs)
 
     return cast(M, inside)
@@ -626,8 +632,9 @@ class Fit(Printed):
         """Load a file of :meth:`save`. Only load files from sources you trust: unpickling can run
         arbitrary code.
 
-        The learnt parameters are put into the modules of the model, or into Pyro's store. Tensors
-        without a place there, and the guide, are on the CPU.
+        The learnt parameters are put into the modules that model and guide are, hold or use by
+        name, also those of ``pyro.module``, and into Pyro's store. Tensors without a place there,
+        and the guide, are on the CPU.
 
         :param path: the path of the file.
         :param model: the fitted model, with its ``args`` and ``kwargs``. Without these the result
@@ -636,6 +643,7 @@ class Fit(Printed):
         :param model_kwargs: keyword arguments of the model of any name.
         :raises ValueError: for a damaged file, a file that is no result of ``fit`` or has another
             version's format, or a model with other latent variables or parameter shapes.
+        :warns UserWarning: for a module of ``pyro.module`` that is not found.
         """
         content = read_file(Path(path), "cpu", KIND)
         if content.get("prior") is not None:
@@ -644,7 +652,8 @@ class Fit(Printed):
         result._attach()
         if result._misses_data() is None and not result.minibatches:
             refuse_unfit_guide(result.model, result.guide, *result.source[1:])
-        put_back(content["parameters"], model)
+        put_back(result.parameters, model, result.guide)
+        warn_of_lost_modules(result.parameters, model, result.guide)
         return result
 
     def _misses_data(self) -> TypeError | None:
