@@ -27,10 +27,12 @@ from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
     Amortize,
     num_processes,
+    quiet_about_frozen,
     refuse_amortizing,
     refuse_length,
     refuse_misplaced,
     refuse_processes,
+    refuse_training_mode,
     refuse_unfit_guide,
     refuse_validation,
     warn_of_stored_values,
@@ -45,6 +47,7 @@ from pyro_implicit.fitting.network_fit import (
     score_validation,
     train_by_minibatches,
 )
+from pyro_implicit.fitting.parameters import keep_frozen
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
@@ -295,9 +298,13 @@ def fit(
     stages.validation, stages.teaches = validation, teach
     if batches is not None:
         _take_batches(stages, BatchStream(batches), epochs, refine is True, is_network)
+    keep_frozen(model, guide)
+    everything = (*args, *stages.first_batch)
     if isinstance(model, NetworkModel):
-        refuse_missing_targets(model, (*args, *stages.first_batch), kwargs)
-    with stages.kept_apart(), workers(num_workers):
+        refuse_missing_targets(model, everything, kwargs)
+    else:
+        refuse_training_mode(model, everything, kwargs)
+    with quiet_about_frozen(), stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
         return _fit_one(stages, guide, loss, amortize, refine is True)

@@ -29,8 +29,10 @@ __all__ = [
     "are_all_of_guide",
     "describe",
     "first_few",
+    "keep_frozen",
     "learnt_parameters",
     "model_parameters",
+    "modules_of",
     "own_parameters",
     "put_back",
     "shown_names",
@@ -92,7 +94,7 @@ def with_fixed_parameters(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
-    """Return all parameters of a model, or of a guide that is a function, by name.
+    """Return the trained parameters of a model, or of a guide that is a function, by name.
 
     **Example:**
 
@@ -107,10 +109,23 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         function(*args, **kwargs)
     known = pyro.get_param_store().get_state()["constraints"]
     return {
-        name: Learnt(unconstrained(site).detach().clone(), known.get(name, constraints.real))
-        for name, site in capture.trace.nodes.items()
-        if site["type"] == "param"
+        name: Learnt(value.detach().clone(), known.get(name, constraints.real))
+        for name, value in _trained(capture.trace).items()
     }
+
+
+def keep_frozen(*functions: Any) -> None:
+    """Let Pyro's store know which parameters of Pyro modules are frozen.
+
+    It would set ``requires_grad`` of any other parameter at the first run, and train it.
+
+    :param functions: model and guide, which are, hold or use the modules.
+    """
+    store = pyro.get_param_store()
+    for name, own in _owned({}, functions).items():
+        if not own.value.requires_grad and name not in store:
+            constraint = {name: own.constraint}
+            store.set_state({"params": {name: own.value}, "constraints": constraint})
 
 
 @torch.no_grad()
@@ -200,7 +215,7 @@ def _owned(parameters: dict[str, Learnt], functions: Iterable[Any]) -> dict[str,
     for function in functions:
         own: dict[str, Owned] = {}
         parts: list[tuple[str, nn.Module]] = []
-        for variable, module in _modules(function, "", set()):
+        for variable, module in modules_of(function):
             own.update(owned_by(module))
             parts += [(path or variable, part) for path, part in module.named_modules()]
         owned = _registered(parameters, parts) | own | owned
@@ -247,8 +262,20 @@ def _current(names: Iterable[str], owned: dict[str, Owned]) -> dict[str, Tensor]
     return {name: tensors[name] for name in names if name in tensors}
 
 
+def modules_of(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a model or guide is, holds or uses, with the names of the variables.
+
+    **Example:**
+
+    >>> list(modules_of(functools.partial(print, net=nn.Linear(2, 1))))
+    [('net', Linear(in_features=2, out_features=1, bias=True))]
+
+    :param function: any object.
+    """
+    return _modules(function, "", set())
+
+
 def _modules(part: Any, variable: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with the names of the variables that hold them."""
     if id(part) in seen:
         return
     seen.add(id(part))
@@ -308,7 +335,7 @@ def first_few(parts: Iterable[str]) -> str:
 def trained_parameters(
     model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
 ) -> dict[str, Tensor]:
-    """Return all parameters that an evaluation of the loss uses, by name.
+    """Return all parameters that an evaluation of the loss uses and can train, by name.
 
     Prefixes of guide and loss are replaced, because these may have other names in a resumed run.
 
@@ -318,14 +345,14 @@ def trained_parameters(
         value = loss.differentiable_loss(model, guide, *args, **kwargs)
     if _names_of_others(value, dict(_params(capture.trace))):
         return trained_parameters(model, guide, loss, args, kwargs)
-    parameters = [unconstrained(site) for _, site in _params(capture.trace)]
+    parameters = _trained(capture.trace)
     if not parameters:
         raise ValueError(
             "neither model nor guide has a parameter to train. Cure: a guide with pyro.param or "
             "one of the autoguides"
         )
     # Some ELBOs create the optimisers of their networks in the backward pass.
-    value.backward(inputs=parameters)
+    value.backward(inputs=list(parameters.values()))
     owners = {
         getattr(guide, "_pyro_name", ""): GUIDE_PREFIX,
         loss.store_name if isinstance(loss, NetworkELBO) else "": "<loss>.",
@@ -338,8 +365,7 @@ def trained_parameters(
         return name
 
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, site in _params(capture.trace):
-        value = unconstrained(site)
+    for name, value in parameters.items():
         found.setdefault(id(value), (own(name), value))  # a module may share it under two names
     return dict(found.values())
 
@@ -372,6 +398,12 @@ def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:
 
 def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((name, site) for name, site in trace.nodes.items() if site["type"] == "param")
+
+
+def _trained(trace: poutine.Trace) -> dict[str, Tensor]:
+    """Return the parameters in a trace that are not frozen, by name."""
+    values = {name: unconstrained(site) for name, site in _params(trace)}
+    return {name: value for name, value in values.items() if value.requires_grad}
 
 
 def are_all_of_guide(
