@@ -29,6 +29,7 @@ from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = [
+    "LOCAL_VALIDATION",
     "Amortize",
     "any_process",
     "common_seed",
@@ -45,6 +46,12 @@ __all__ = [
     "refuse_validation",
     "warn_of_stored_values",
 ]
+
+LOCAL_VALIDATION = (
+    "validation is the likelihood of rows given global latents, but latents of this model belong "
+    "to single rows. Cure: leave validation out; ImplicitELBO(8).loss(model, result.guide, x) is "
+    "the loss of held-out rows x, for instance to compare numbers of epochs"
+)
 
 Amortize = Literal["auto", "conditional"] | Mapping[str, Callable[..., Any]]
 
@@ -272,10 +279,7 @@ def refuse_validation(
             "validation is scored after each epoch, which needs batches. Cure: batches=loader"
         )
     if amortize is not None:
-        raise ValueError(
-            "validation is the likelihood of rows given global latents, but with amortize each row "
-            "has latents of its own. Cure: only one of validation and amortize"
-        )
+        raise ValueError(LOCAL_VALIDATION)
 
 
 def refuse_training_mode(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from pyro_implicit.density.scales import has_only_local_latents
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
+    LOCAL_VALIDATION,
     Amortize,
     num_processes,
     quiet_about_frozen,
@@ -86,11 +87,6 @@ NO_CHAINS = (
     "teach=True makes generators from chains of a network with more than 100 weights and all data, "
     "but this fit runs none. Cure: fit(model, 'auto', x, y) of a classifier or regressor, or for "
     "other models teach(guide, refine(model, guide, ...).get_samples(), ...)"
-)
-
-LOCAL_VALIDATION = (
-    "validation is the likelihood of rows given global latents, but all latents of this model "
-    "belong to single rows. Cure: leave validation out"
 )
 
 
@@ -325,14 +321,17 @@ def _take_batches(
     if is_network:  # all members of an ensemble
         number = max(number, stages.policy.network.fewest_members)
     patience = max(limits.patience, round(limits.patience_share * stages.epochs))
-    stages.held_out = HeldOut(
-        stages.model,
-        stages.validation,
-        stages.args,
-        stages.kwargs,
-        len(stages.first_batch),
-        replace(limits, patience=patience, num_draws=number),
-    )
+    try:
+        stages.held_out = HeldOut(
+            stages.model,
+            stages.validation,
+            stages.args,
+            stages.kwargs,
+            len(stages.first_batch),
+            replace(limits, patience=patience, num_draws=number),
+        )
+    except SubsampledError as error:
+        raise ValueError(LOCAL_VALIDATION) from error
 
 
 def _fit_one(
