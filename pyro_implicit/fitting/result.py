@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -614,11 +615,19 @@ class Fit(Printed):
         :param path: the path of the file. The guide is pickled, so its parts, such as a generator's
             class, must be importable when it is loaded.
         :raises OSError: if the file cannot be written; an existing file does not change.
+        :raises ValueError: if a part of the guide cannot be pickled.
         """
         content = self.__getstate__()
         content["source"] = (None, (), {})
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
-        write_file(Path(path), content, KIND)
+        try:
+            write_file(Path(path), content, KIND)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"the result has a part that cannot be pickled ({first_line(error)}). Cure: the "
+                "guide's functions and classes, such as encoders of amortize=, by def or class at "
+                "the top level of a module, instead of lambda or inside a function"
+            ) from error
 
     @classmethod
     def load(
