@@ -221,8 +221,8 @@ def fit(
         of an expensive log-density, as in :func:`~pyro_implicit.mcmc.refine`.
     :param seed: the seed of all random numbers of this call. The caller's random streams do not
         advance; without a seed they are used.
-    :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with
-        bit-identical parameters.
+    :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with the
+        same parameters: bit-identical with ``compile=False``, else up to rounding.
     :param checkpoint_every: the number of steps between two writes.
     :param compile: how training steps and the chains' log-density are compiled; see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
