@@ -642,7 +642,7 @@ class Fit(Printed):
         arbitrary code.
 
         The learnt parameters are put into the modules that model and guide are, hold or use by
-        name, also those of ``pyro.module``, and into Pyro's store. Tensors without a place there,
+        name, also those of ``pyro.module``, or into Pyro's store. Tensors without a place there,
         and the guide, are on the CPU.
 
         :param path: the path of the file.
