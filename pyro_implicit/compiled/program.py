@@ -326,9 +326,9 @@ class RecordedFunction:
 
     On a GPU it is a CUDA graph, if all that it computes is there.
 
-    Results and random draws are bit-identical to those of the function until :meth:`compile`,
-    unless the graph is long and :class:`~pyro_implicit.compiled.fusion.FusedGraph` shortens it:
-    then results differ by rounding.
+    Random draws are the same as those of the function until :meth:`compile`, and results are the
+    same up to rounding, which a long graph that
+    :class:`~pyro_implicit.compiled.fusion.FusedGraph` shortens changes most.
 
     **Example:**
 

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import pyro
@@ -16,27 +19,39 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor, distributed
 
 from pyro_implicit.density.checks.observations import explain, refuse_unfit_data
+from pyro_implicit.fitting.parameters import modules_of
 from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.nn.bayesian import has_priors
+from pyro_implicit.nn.models import unfit_layers
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = [
+    "LOCAL_VALIDATION",
     "Amortize",
     "any_process",
     "common_seed",
     "is_first",
     "mean_over_processes",
     "num_processes",
+    "quiet_about_frozen",
     "refuse_amortizing",
     "refuse_length",
     "refuse_misplaced",
     "refuse_processes",
+    "refuse_training_mode",
     "refuse_unfit_guide",
     "refuse_validation",
     "warn_of_stored_values",
 ]
+
+LOCAL_VALIDATION = (
+    "validation is the likelihood of rows given global latents, but latents of this model belong "
+    "to single rows. Cure: leave validation out; ImplicitELBO(8).loss(model, result.guide, x) is "
+    "the loss of held-out rows x, for instance to compare numbers of epochs"
+)
 
 Amortize = Literal["auto", "conditional"] | Mapping[str, Callable[..., Any]]
 
@@ -264,10 +279,47 @@ def refuse_validation(
             "validation is scored after each epoch, which needs batches. Cure: batches=loader"
         )
     if amortize is not None:
-        raise ValueError(
-            "validation is the likelihood of rows given global latents, but with amortize each row "
-            "has latents of its own. Cure: only one of validation and amortize"
-        )
+        raise ValueError(LOCAL_VALIDATION)
+
+
+def refuse_training_mode(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Check that no layer of a Bayesian network in a hand-written model is in training mode.
+
+    Layers of networks without priors may be, such as those of an autoencoder, and so may layers
+    that only the guide runs.
+
+    :param model: a Pyro model with its ``args`` and ``kwargs``, including one minibatch.
+    :raises ValueError: for batch normalisation or dropout in training mode, naming the layer.
+    """
+    faults: list[ValueError] = []
+
+    def note(fault: ValueError, *_: Any) -> None:
+        faults.append(fault)
+        raise fault  # before the layer changes its running moments
+
+    networks = [module for _, module in modules_of(model) if has_priors(module)]
+    layers = {layer: fault for net in networks for layer, fault in unfit_layers(net)}
+    hooks = [
+        layer.register_forward_pre_hook(partial(note, fault)) for layer, fault in layers.items()
+    ]
+    try:
+        if hooks:
+            with seeded(0), torch.no_grad(), poutine.block(), suppress(Exception):
+                poutine.trace(model).get_trace(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if faults:
+        raise faults[0].with_traceback(None)
+
+
+@contextmanager
+def quiet_about_frozen() -> Iterator[None]:
+    """Silence Pyro's warning of frozen parameters, which it repeats at each run of a model."""
+    with warnings.catch_warnings():
+        message = ".* was not registered in the param store because requires_grad=False"
+        warnings.filterwarnings("ignore", message)
+        yield
 
 
 def warn_of_stored_values(guide: Any) -> None:

@@ -25,12 +25,15 @@ from pyro_implicit.density.scales import has_only_local_latents
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
+    LOCAL_VALIDATION,
     Amortize,
     num_processes,
+    quiet_about_frozen,
     refuse_amortizing,
     refuse_length,
     refuse_misplaced,
     refuse_processes,
+    refuse_training_mode,
     refuse_unfit_guide,
     refuse_validation,
     warn_of_stored_values,
@@ -45,6 +48,7 @@ from pyro_implicit.fitting.network_fit import (
     score_validation,
     train_by_minibatches,
 )
+from pyro_implicit.fitting.parameters import keep_frozen
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
@@ -83,11 +87,6 @@ NO_CHAINS = (
     "teach=True makes generators from chains of a network with more than 100 weights and all data, "
     "but this fit runs none. Cure: fit(model, 'auto', x, y) of a classifier or regressor, or for "
     "other models teach(guide, refine(model, guide, ...).get_samples(), ...)"
-)
-
-LOCAL_VALIDATION = (
-    "validation is the likelihood of rows given global latents, but all latents of this model "
-    "belong to single rows. Cure: leave validation out"
 )
 
 
@@ -222,8 +221,8 @@ def fit(
         of an expensive log-density, as in :func:`~pyro_implicit.mcmc.refine`.
     :param seed: the seed of all random numbers of this call. The caller's random streams do not
         advance; without a seed they are used.
-    :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with
-        bit-identical parameters.
+    :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with the
+        same parameters: bit-identical with ``compile=False``, else up to rounding.
     :param checkpoint_every: the number of steps between two writes.
     :param compile: how training steps and the chains' log-density are compiled; see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
@@ -295,9 +294,13 @@ def fit(
     stages.validation, stages.teaches = validation, teach
     if batches is not None:
         _take_batches(stages, BatchStream(batches), epochs, refine is True, is_network)
+    keep_frozen(model, guide)
+    everything = (*args, *stages.first_batch)
     if isinstance(model, NetworkModel):
-        refuse_missing_targets(model, (*args, *stages.first_batch), kwargs)
-    with stages.kept_apart(), workers(num_workers):
+        refuse_missing_targets(model, everything, kwargs)
+    else:
+        refuse_training_mode(model, everything, kwargs)
+    with quiet_about_frozen(), stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
         return _fit_one(stages, guide, loss, amortize, refine is True)
@@ -318,14 +321,17 @@ def _take_batches(
     if is_network:  # all members of an ensemble
         number = max(number, stages.policy.network.fewest_members)
     patience = max(limits.patience, round(limits.patience_share * stages.epochs))
-    stages.held_out = HeldOut(
-        stages.model,
-        stages.validation,
-        stages.args,
-        stages.kwargs,
-        len(stages.first_batch),
-        replace(limits, patience=patience, num_draws=number),
-    )
+    try:
+        stages.held_out = HeldOut(
+            stages.model,
+            stages.validation,
+            stages.args,
+            stages.kwargs,
+            len(stages.first_batch),
+            replace(limits, patience=patience, num_draws=number),
+        )
+    except SubsampledError as error:
+        raise ValueError(LOCAL_VALIDATION) from error
 
 
 def _fit_one(

@@ -20,6 +20,7 @@ from torch.distributions import constraints, transform_to
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import Owned, owned_by, put_into_store, unconstrained
 
 __all__ = [
@@ -28,17 +29,21 @@ __all__ = [
     "are_all_of_guide",
     "describe",
     "first_few",
+    "keep_frozen",
     "learnt_parameters",
     "model_parameters",
+    "modules_of",
     "own_parameters",
     "put_back",
     "shown_names",
     "trained_parameters",
+    "warn_of_lost_modules",
     "with_fixed_parameters",
 ]
 
 
 GUIDE_PREFIX = "<guide>."  # replaces the name of a guide in names of its parameters
+DIVIDER = "$$$"  # between the names of module and parameter in the store, by pyro.module
 LIBRARIES = ("pyro", "pyro_implicit", "torch")  # their functions hold no modules of users
 
 
@@ -89,7 +94,7 @@ def with_fixed_parameters(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
-    """Return all parameters of a model, or of a guide that is a function, by name.
+    """Return the trained parameters of a model, or of a guide that is a function, by name.
 
     **Example:**
 
@@ -104,24 +109,37 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         function(*args, **kwargs)
     known = pyro.get_param_store().get_state()["constraints"]
     return {
-        name: Learnt(unconstrained(site).detach().clone(), known.get(name, constraints.real))
-        for name, site in capture.trace.nodes.items()
-        if site["type"] == "param"
+        name: Learnt(value.detach().clone(), known.get(name, constraints.real))
+        for name, value in _trained(capture.trace).items()
     }
 
 
+def keep_frozen(*functions: Any) -> None:
+    """Let Pyro's store know which parameters of Pyro modules are frozen.
+
+    It would set ``requires_grad`` of any other parameter at the first run, and train it.
+
+    :param functions: model and guide, which are, hold or use the modules.
+    """
+    store = pyro.get_param_store()
+    for name, own in _owned({}, functions).items():
+        if not own.value.requires_grad and name not in store:
+            constraint = {name: own.constraint}
+            store.set_state({"params": {name: own.value}, "constraints": constraint})
+
+
 @torch.no_grad()
-def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
-    """Restore the learnt parameters of a model, in its modules and in Pyro's store.
+def put_back(parameters: dict[str, Learnt], *functions: Any) -> None:
+    """Restore the learnt parameters of model and guide, in their modules and in Pyro's store.
 
     Existing parameters keep their device and dtype. Parameters that the store lacks are added as
-    they were saved.
+    they were saved. Modules that ``pyro.module`` registers are found as in :func:`_registered`.
 
     :param parameters: the parameters, by name.
-    :param model: a model that is, holds or uses the modules.
+    :param functions: model and guide, which are, hold or use the modules.
     :raises ValueError: for a parameter of another shape.
     """
-    owned = _owned(model)
+    owned = _owned(parameters, functions)
     current = _current(parameters, owned)
     for name, (value, constraint) in parameters.items():
         own = current.get(name)
@@ -141,8 +159,8 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> Iterator[None]:
-    """Give a model the parameters of its fit for a while.
+def own_parameters(parameters: dict[str, Learnt], *functions: Any) -> Iterator[None]:
+    """Give model and guide the parameters of their fit for a while.
 
     Another fit of the model, or other code, may have changed its modules and Pyro's store.
 
@@ -162,7 +180,7 @@ def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> 
         return
     now = {
         name: Learnt(value.detach().clone(), parameters[name].constraint)
-        for name, value in _current(parameters, _owned(model)).items()
+        for name, value in _current(parameters, _owned(parameters, functions)).items()
     }
     if all(
         name in now and now[name].value.equal(value.to(now[name].value))
@@ -170,18 +188,71 @@ def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> 
     ):
         yield
         return
-    put_back(parameters, model)
+    put_back(parameters, *functions)
     try:
         yield
     finally:
-        put_back(now, model)
+        put_back(now, *functions)
 
 
-def _owned(model: Callable[..., Any]) -> dict[str, Owned]:
+def warn_of_lost_modules(parameters: dict[str, Learnt], *functions: Any) -> None:
+    """Warn of modules of ``pyro.module`` that :func:`put_back` cannot find in model and guide."""
+    found = _owned(parameters, functions).keys()
+    for prefix, locals_ in _by_module(parameters).items():
+        if not found >= locals_.keys():
+            warn_user(
+                f"the module that pyro.module registers as '{prefix}' was not found, so that its "
+                "learnt parameters are only in Pyro's store, and the module computes with its own. "
+                "Cure: make the module a global or closure variable of model or guide, or an "
+                f"attribute of their module, named '{prefix}' if others have the same shapes; or "
+                "pyro.module(..., update_module_params=True), and ignore this warning"
+            )
+
+
+def _owned(parameters: dict[str, Learnt], functions: Iterable[Any]) -> dict[str, Owned]:
+    """Return the parameters of the modules that model and guide are, hold or use, by name."""
     owned: dict[str, Owned] = {}
-    for module in _modules(model, set()):
-        owned.update(owned_by(module))
+    for function in functions:
+        own: dict[str, Owned] = {}
+        parts: list[tuple[str, nn.Module]] = []
+        for variable, module in modules_of(function):
+            own.update(owned_by(module))
+            parts += [(path or variable, part) for path, part in module.named_modules()]
+        owned = _registered(parameters, parts) | own | owned
     return owned
+
+
+def _registered(
+    parameters: dict[str, Learnt], parts: list[tuple[str, nn.Module]]
+) -> dict[str, Owned]:
+    """Find the modules that ``pyro.module`` registers, by names and shapes of their parameters.
+
+    ``pyro.module`` leaves a module as it is if the store has other values. If several modules have
+    the same names and shapes, the name in ``parts`` must be that of the registration.
+    """
+    found: dict[str, Owned] = {}
+    for prefix, values in _by_module(parameters).items():
+        alike: dict[int, dict[str, nn.Parameter]] = {}
+        namesake = None
+        for path, part in parts:
+            trained = (item for item in part.named_parameters() if item[1].requires_grad)
+            own = {f"{prefix}{DIVIDER}{name}": value for name, value in trained}
+            if {name: value.shape for name, value in own.items()} == values:
+                alike[id(part)] = own
+                namesake = id(part) if path == prefix else namesake
+        if len(alike) == 1 or namesake is not None:
+            own = alike[namesake] if namesake is not None else next(iter(alike.values()))
+            found |= {name: Owned(value) for name, value in own.items()}
+    return found
+
+
+def _by_module(parameters: dict[str, Learnt]) -> dict[str, dict[str, torch.Size]]:
+    """Return the shapes of the parameters of ``pyro.module``, by the name of its registration."""
+    found: dict[str, dict[str, torch.Size]] = {}
+    for name, (value, _) in parameters.items():
+        if DIVIDER in name:
+            found.setdefault(name.partition(DIVIDER)[0], {})[name] = value.shape
+    return found
 
 
 def _current(names: Iterable[str], owned: dict[str, Owned]) -> dict[str, Tensor]:
@@ -191,22 +262,35 @@ def _current(names: Iterable[str], owned: dict[str, Owned]) -> dict[str, Tensor]
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
+def modules_of(function: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that a model or guide is, holds or uses, with the names of the variables.
+
+    **Example:**
+
+    >>> list(modules_of(functools.partial(print, net=nn.Linear(2, 1))))
+    [('net', Linear(in_features=2, out_features=1, bias=True))]
+
+    :param function: any object.
+    """
+    return _modules(function, "", set())
+
+
+def _modules(part: Any, variable: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     if id(part) in seen:
         return
     seen.add(id(part))
-    inner: list[Any] = []
+    inner: list[tuple[str, Any]] = []
     if isinstance(part, nn.Module):
-        yield part
+        yield variable, part
     elif isinstance(part, functools.partial):
-        inner = [part.func, *part.args, *part.keywords.values()]
+        inner = [("", one) for one in (part.func, *part.args)] + [*part.keywords.items()]
     elif inspect.ismethod(part):
-        inner = [part.__self__, part.__func__]
+        inner = [("", part.__self__), ("", part.__func__)]
     elif inspect.isfunction(part) and (part.__module__ or "").split(".")[0] not in LIBRARIES:
         used = inspect.getclosurevars(part)
-        inner = [*used.nonlocals.values(), *used.globals.values()]
-    for one in inner:
-        yield from _modules(one, seen)
+        inner = [*used.nonlocals.items(), *used.globals.items()]
+    for name, one in inner:
+        yield from _modules(one, name, seen)
 
 
 def describe(parameters: dict[str, Tensor]) -> str:
@@ -251,7 +335,7 @@ def first_few(parts: Iterable[str]) -> str:
 def trained_parameters(
     model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
 ) -> dict[str, Tensor]:
-    """Return all parameters that an evaluation of the loss uses, by name.
+    """Return all parameters that an evaluation of the loss uses and can train, by name.
 
     Prefixes of guide and loss are replaced, because these may have other names in a resumed run.
 
@@ -261,14 +345,14 @@ def trained_parameters(
         value = loss.differentiable_loss(model, guide, *args, **kwargs)
     if _names_of_others(value, dict(_params(capture.trace))):
         return trained_parameters(model, guide, loss, args, kwargs)
-    parameters = [unconstrained(site) for _, site in _params(capture.trace)]
+    parameters = _trained(capture.trace)
     if not parameters:
         raise ValueError(
             "neither model nor guide has a parameter to train. Cure: a guide with pyro.param or "
             "one of the autoguides"
         )
     # Some ELBOs create the optimisers of their networks in the backward pass.
-    value.backward(inputs=parameters)
+    value.backward(inputs=list(parameters.values()))
     owners = {
         getattr(guide, "_pyro_name", ""): GUIDE_PREFIX,
         loss.store_name if isinstance(loss, NetworkELBO) else "": "<loss>.",
@@ -281,8 +365,7 @@ def trained_parameters(
         return name
 
     found: dict[int, tuple[str, Tensor]] = {}
-    for name, site in _params(capture.trace):
-        value = unconstrained(site)
+    for name, value in parameters.items():
         found.setdefault(id(value), (own(name), value))  # a module may share it under two names
     return dict(found.values())
 
@@ -315,6 +398,12 @@ def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:
 
 def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((name, site) for name, site in trace.nodes.items() if site["type"] == "param")
+
+
+def _trained(trace: poutine.Trace) -> dict[str, Tensor]:
+    """Return the parameters in a trace that are not frozen, by name."""
+    values = {name: unconstrained(site) for name, site in _params(trace)}
+    return {name: value for name, value in values.items() if value.requires_grad}
 
 
 def are_all_of_guide(

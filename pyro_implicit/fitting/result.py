@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +32,13 @@ from pyro_implicit.diagnostics.quantities import Function
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
-from pyro_implicit.fitting.parameters import Learnt, describe, own_parameters, put_back
+from pyro_implicit.fitting.parameters import (
+    Learnt,
+    describe,
+    own_parameters,
+    put_back,
+    warn_of_lost_modules,
+)
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.updating import JointPrior, fit_update
 from pyro_implicit.guides import AutoHierarchical
@@ -155,7 +162,7 @@ class Fit(Printed):
         ...     pyro.param("scale").item() == learnt
         True
         """
-        return own_parameters(self.parameters, self.source[0])
+        return own_parameters(self.parameters, self.source[0], self.guide)
 
     @cached_property
     def target(self) -> Target:
@@ -633,11 +640,19 @@ class Fit(Printed):
         :param path: the path of the file. The guide is pickled, so its parts, such as a generator's
             class, must be importable when it is loaded.
         :raises OSError: if the file cannot be written; an existing file does not change.
+        :raises ValueError: if a part of the guide cannot be pickled.
         """
         content = self.__getstate__()
         content["source"] = (None, (), {})
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
-        write_file(Path(path), content, KIND)
+        try:
+            write_file(Path(path), content, KIND)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"the result has a part that cannot be pickled ({first_line(error)}). Cure: the "
+                "guide's functions and classes, such as encoders of amortize=, by def or class at "
+                "the top level of a module, instead of lambda or inside a function"
+            ) from error
 
     @classmethod
     def load(
@@ -651,8 +666,9 @@ class Fit(Printed):
         """Load a file of :meth:`save`. Only load files from sources you trust: unpickling can run
         arbitrary code.
 
-        The learnt parameters are put into the modules of the model, or into Pyro's store. Tensors
-        without a place there, and the guide, are on the CPU.
+        The learnt parameters are put into the modules that model and guide are, hold or use by
+        name, also those of ``pyro.module``, or into Pyro's store. Tensors without a place there,
+        and the guide, are on the CPU.
 
         :param path: the path of the file.
         :param model: the fitted model, with its ``args`` and ``kwargs``. Without these the result
@@ -661,6 +677,7 @@ class Fit(Printed):
         :param model_kwargs: keyword arguments of the model of any name.
         :raises ValueError: for a damaged file, a file that is no result of ``fit`` or has another
             version's format, or a model with other latent variables or parameter shapes.
+        :warns UserWarning: for a module of ``pyro.module`` that is not found.
         """
         content = read_file(Path(path), "cpu", KIND)
         if content.get("prior") is not None:
@@ -669,7 +686,8 @@ class Fit(Printed):
         result._attach()
         if result._misses_data() is None and not result.minibatches:
             refuse_unfit_guide(result.model, result.guide, *result.source[1:])
-        put_back(content["parameters"], model)
+        put_back(result.parameters, model, result.guide)
+        warn_of_lost_modules(result.parameters, model, result.guide)
         return result
 
     def _misses_data(self) -> TypeError | None:

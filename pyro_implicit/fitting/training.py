@@ -143,7 +143,8 @@ def train(
     :param schedule: the number of steps and the learning rates; by default a
         :class:`~pyro_implicit.fitting.Schedule` without arguments.
     :param checkpoint: a folder for a file of this ``name``. A run that was killed resumes from it
-        and ends with bit-identical parameters.
+        and ends with the same parameters: bit-identical with ``compile=False``, else up to
+        rounding.
     :param checkpoint_every: the number of steps between two writes.
     :param progress: whether to show a progress bar.
     :param callbacks: observers of the steps, which may end the training

@@ -50,7 +50,7 @@ from pyro_implicit.ops.semi_implicit import (
     linearised_reverse_conditional,
     mixture_log_density,
 )
-from pyro_implicit.runtime.global_state import in_turn, same_streams
+from pyro_implicit.runtime.global_state import in_turn, same_streams, with_seed
 from pyro_implicit.runtime.messages import (
     refuse_counts,
     refuse_nonpositive,
@@ -328,6 +328,7 @@ class WeightedDraws(NamedTuple):
 
 
 @in_turn
+@with_seed
 def evidence_bound(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -339,6 +340,7 @@ def evidence_bound(
     num_starts: int = 4,
     chunk_size: int = 100,
     max_seconds: float | None = None,
+    seed: int | None = None,
     progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -391,6 +393,8 @@ def evidence_bound(
     :param chunk_size: draws of the guide at a time, to bound the memory. The noises of a site with
         many rows come in smaller chunks by themselves.
     :param max_seconds: approximate limit of wall time; the bound then uses the draws made so far.
+    :param seed: of all random numbers of this call. The caller's random streams do not advance;
+        without a seed they are used.
     :param progress: whether to show a bar, and the estimated time if it is long, in a terminal or
         notebook. The time grows in proportion to ``num_samples``, the rows of amortised sites,
         ``num_starts * num_steps`` and ``num_mixing``.
@@ -436,6 +440,7 @@ def evidence_bound(
 
 
 @in_turn
+@with_seed
 @torch.no_grad()
 def weighted_draws(
     model: Callable[..., Any] | Target,
@@ -448,6 +453,7 @@ def weighted_draws(
     num_starts: int = 4,
     chunk_size: int = 100,
     max_seconds: float | None = None,
+    seed: int | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> WeightedDraws:

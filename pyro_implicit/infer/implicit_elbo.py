@@ -80,8 +80,8 @@ class ImplicitELBO(StepELBO):
         ``num_left_out``. Messages give the step as ``num_steps_taken``, the number of training
         steps so far.
     :param compile: how steps are run. ``"trace"``: the second step is recorded, gradients included,
-        and later steps call its kernels without the overhead of Python and Pyro: bit-identical
-        results, 1.3 to 2.8 times as fast on small models. ``True``: inductor compiles the
+        and later steps call its kernels without the overhead of Python and Pyro: the same results
+        up to rounding, 1.3 to 2.8 times as fast on small models. ``True``: inductor compiles the
         recording, which takes tens of seconds once and needs a C++ compiler; other processes find
         the kernels on disk. ``"auto"``: ``"trace"`` after 42 steps, without a warning if that
         is impossible. ``False``: plain steps. The inputs of a recording are parameters and the

@@ -82,8 +82,9 @@ def evaluate(
     :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` or a
         :class:`NumberReport`.
     :raises TypeError: for an invalid loader, or ``ood`` without names.
-    :raises ValueError: for an empty loader, tuples of other lengths, several labels a row, or masks
-        of all targets or of a part of a row's.
+    :raises ValueError: for an empty loader, tuples of other lengths, several labels a row, masks of
+        all targets or of a part of a row's, or targets without a density, such as NaN or labels
+        out of range.
     :raises ImportError: for ``ood`` without scikit-learn.
     """
     model, posterior = model_and_posterior(result, model)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from numbers import Real
 from typing import Literal, TypeAlias
 
@@ -19,7 +20,7 @@ from pyro_implicit.nn.policy import FAR_FROM_UNIT, INITIAL_NOISE, LEAST_NOISE
 from pyro_implicit.runtime.messages import refuse_nonpositive, warn_user
 from pyro_implicit.runtime.sites import owned_by, put_into_store
 
-__all__ = ["NetworkModel", "classifier", "regressor"]
+__all__ = ["NetworkModel", "classifier", "regressor", "unfit_layers"]
 
 Noise: TypeAlias = (
     float | Literal["learn", "half_normal", "heteroscedastic"] | dist.TorchDistribution
@@ -139,7 +140,8 @@ class NetworkModel(nn.Module):
         :param y: their targets, ``(batch,)``, or ``(batch, num_targets)``.
         :returns: the targets, drawn unless given.
         """
-        _refuse_modes(self.net)
+        for _, error in unfit_layers(self.net):
+            raise error
         for name, own in owned_by(self):
             put_into_store(name, own)
         if isinstance(x, DataLoader):
@@ -272,22 +274,34 @@ def _refuse_output(output: object, rows: int) -> None:
         )
 
 
-def _refuse_modes(net: nn.Module) -> None:
+def unfit_layers(net: nn.Module) -> Iterator[tuple[nn.Module, ValueError]]:
+    """Yield layers whose mode makes rows depend on each other or on noise, and the error for each.
+
+    **Example:**
+
+    >>> [(_, error)] = unfit_layers(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    >>> print(error)
+    layer '1', a Dropout, draws noise that is not part of the model. Cure: ...
+
+    :param net: a network.
+    """
     for name, layer in net.named_modules():
+        kind = type(layer).__name__.removeprefix("Pyro")
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             if layer.training or layer.running_mean is None:
-                raise ValueError(
-                    f"layer '{name}', a {type(layer).__name__.removeprefix('Pyro')}, normalises by "
-                    "the moments of the minibatch, so that rows depend on each other and the "
-                    "likelihood is not a product. Cure: net.eval() after pretraining, which keeps "
-                    "its running moments, or GroupNorm instead"
+                error = ValueError(
+                    f"layer '{name}', a {kind}, normalises by the moments of the minibatch, so "
+                    "that rows depend on each other and the likelihood is not a product. Cure: "
+                    "net.eval() after pretraining, which keeps its running moments, or GroupNorm "
+                    "instead"
                 )
+                yield layer, error
         elif layer.training and _dropout(layer) > 0:
-            raise ValueError(
-                f"layer '{name}', a {type(layer).__name__.removeprefix('Pyro')}, draws noise that "
-                "is not part of the model. Cure: net.eval(), or remove it: the weights are random "
-                "already"
+            error = ValueError(
+                f"layer '{name}', a {kind}, draws noise that is not part of the model. Cure: "
+                "net.eval(), or remove it: the weights are random already"
             )
+            yield layer, error
 
 
 def _dropout(layer: nn.Module) -> float:

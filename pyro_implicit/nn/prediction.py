@@ -18,6 +18,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.checks.observations import explain, refuse_unfit_targets
 from pyro_implicit.density.model import Model
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import StoredDraws
@@ -174,7 +175,13 @@ def predictions(
             latents = PosteriorDraws(posterior, num_samples, (x,))
             device = next(iter(latents.example.values())).device
         x, y = x.to(device), None if y is None else y.to(device)
-        prediction, unmasked = _predict(runs, model, latents, x, y, interval, draws)
+        try:
+            prediction, unmasked = _predict(runs, model, latents, x, y, interval, draws)
+        except Exception as error:
+            found = explain(error, model, (x,), {})
+            if found is error:
+                raise
+            raise found from error
         yield prediction, y, unmasked
 
 
@@ -220,6 +227,8 @@ def _predict(
     is_label = isinstance(without_mask(fn), (dist.Categorical, dist.Bernoulli))
     mean = LabelMean(None, draws) if is_label else NumberMean(interval, draws)
     target = None if y is None else fitting_target(y, fn)
+    if target is not None:
+        refuse_unfit_targets(name, site, target)
 
     def read(trace: Trace) -> dict[str, Tensor]:
         return mean.read(trace.nodes[name]["fn"], target)

@@ -374,6 +374,8 @@ def hessian_products(
 ) -> Tensor:
     """Multiply second derivatives by vectors, vectorised unless an operation has no rule for it.
 
+    The products are NaN if torch has no second derivative of an operation, as of attention.
+
     **Example:**
 
     >>> x = torch.ones(2, 3, requires_grad=True)
@@ -404,7 +406,13 @@ def hessian_products(
             warnings.simplefilter("ignore")  # a missing rule, and a slow loop instead
             return torch.func.vmap(product)(seeds)
     except RuntimeError:
+        pass
+    try:
         return torch.stack([product(seed) for seed in seeds])
+    except RuntimeError as error:
+        if "derivative for" in str(error) and "not implemented" in str(error):
+            return torch.full_like(seeds, torch.nan)
+        raise
 
 
 @functools.cache

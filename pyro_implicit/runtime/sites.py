@@ -267,6 +267,9 @@ def owned_by(module: nn.Module) -> Iterator[tuple[str, Owned]]:
     for part in module.modules():
         if not isinstance(part, PyroModule):
             continue
+        for local, child in part.named_children():
+            if isinstance(child, PyroModule) and not child._pyro_name:
+                getattr(part, local)  # Pyro names a module that was converted in place at access
         prefix = f"{part._pyro_name}." if part._pyro_name else ""
         for local, value in part.named_parameters(recurse=False, remove_duplicate=False):
             name = local.removesuffix("_unconstrained")

@@ -15,7 +15,12 @@ from pyro.distributions import constraints
 from pyro.infer.autoguide import init_to_median, init_to_value
 from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import (
+    embedding_bag,
+    logsigmoid,
+    scaled_dot_product_attention,
+    softplus,
+)
 
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
@@ -495,6 +500,37 @@ def test_second_derivatives_that_torch_loses_are_found(dtype):
     expected = torch.stack([torch.autograd.functional.hessian(log_density, one) for one in points])
     error = 3 * torch.finfo(dtype).eps ** (1 / 2)
     torch.testing.assert_close(found, expected, rtol=error, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", ["bag", "attention"])
+def test_second_derivatives_that_torch_lacks_are_differences(kind):
+    """EmbeddingBag and torch's attention have none; their parts have."""
+    rows, q = torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.randn(1, 2, 3, 2)
+
+    def fused(w):
+        if kind == "bag":
+            return embedding_bag(rows, w.reshape(3, 2)).sum(-1)
+        key = q @ w[:4].reshape(2, 2)
+        return scaled_dot_product_attention(q, key, key * w[4:].mean()).sum((0, 1, -1))
+
+    def in_parts(w):
+        if kind == "bag":
+            return w.reshape(3, 2)[rows].mean(1).sum(-1)
+        key = q @ w[:4].reshape(2, 2)
+        share = (q @ key.mT / 2**0.5).softmax(-1)
+        return (share @ (key * w[4:].mean())).sum((0, 1, -1))
+
+    def posterior(network):
+        def model():
+            w = pyro.sample("w", dist.Normal(torch.zeros(6), 1.0).to_event(1))
+            pyro.sample("y", dist.Normal(network(w).tanh(), 0.5).to_event(1), obs=Y)
+
+        return Target(model)
+
+    points = torch.randn(3, 6)
+    found = posterior(fused).derivatives(points)
+    for one, other in zip(found, posterior(in_parts).derivatives(points), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("like", [torch.float32, torch.float64])

@@ -163,7 +163,7 @@ def test_rows_that_cannot_be_scored_are_never_the_best(monkeypatch):
 def test_refused():
     with pytest.raises(ValueError, match="validation is scored after each epoch.*Cure: batches"):
         fit(model, at_zero(), TRAIN, validation=[HELD_OUT], **QUIET)
-    with pytest.raises(ValueError, match="with amortize each row has latents of its own"):
+    with pytest.raises(ValueError, match="belong to single rows. Cure: leave validation out"):
         fit(model, batches=[TRAIN], validation=[HELD_OUT], amortize="auto", **QUIET)
     with pytest.raises(ValueError, match="validation is empty"):
         fit(model, at_zero(), batches=[TRAIN], validation=[], **QUIET)

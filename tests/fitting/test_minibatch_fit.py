@@ -371,8 +371,30 @@ def test_unscaled_minibatches_are_refused_if_a_latent_is_global():
     for one in (model, of_groups):
         with pytest.raises(ValueError, match="no observed site is scaled"):
             fit(one, batches=torch.zeros(40).split(10), amortize="auto", **QUIET)
-    with pytest.raises(ValueError, match="belong to single rows. Cure: leave validation out"):
-        fit(autoencoder, encoder, batches=[torch.zeros(9)] * 2, validation=[torch.zeros(9)])
+
+
+@pytest.mark.parametrize("size", [None, 40])
+@pytest.mark.parametrize("amortize", [None, "auto"])
+def test_validation_of_an_autoencoder_is_refused_with_another_score(size, amortize):
+    def model(x):
+        with pyro.plate("rows", size or len(x), subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        scale = pyro.param("scale", torch.tensor(0.5**0.5))
+        with pyro.plate("rows", size or len(x), subsample_size=len(x)):
+            pyro.sample("z", dist.Normal(0.5 * x, scale))
+
+    given = "auto" if amortize else guide
+    data = {"batches": torch.zeros(40).split(10), "amortize": amortize}
+    message = r"single rows. Cure: leave validation out; ImplicitELBO\(8\).loss\(model, result.guid"
+    with pytest.raises(ValueError, match=message):
+        fit(model, given, validation=[torch.zeros(10)], **data, **QUIET)
+    held_out = torch.tensor([1.0, -2.0, 0.5])
+    loss = ImplicitELBO(8).loss(model, guide, held_out)
+    exact = -dist.Normal(0.0, 2**0.5).log_prob(held_out).sum() * (size or 3) / 3
+    assert loss == pytest.approx(exact.item(), rel=1e-4)
 
 
 def test_held_out_rows_of_other_parts():

@@ -222,6 +222,14 @@ def test_saved_and_loaded(kind, request, tmp_path):
     assert loaded.diagnose(num_samples=500).verdict in ("trust", "check", "do not trust")
 
 
+def test_a_guide_that_cannot_be_pickled_is_named(tmp_path):
+    local = lambda: pyro.sample("x", dist.Normal(0.0, 1.0))  # noqa: E731
+    for part in (local, (one for one in ())):
+        with pytest.raises(ValueError, match="cannot be pickled .*Cure: the guide's functions"):
+            Fit(guide=part).save(tmp_path / "fit.pt")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("refined", [False, True])
 def test_a_result_stands_for_its_guide_and_its_posterior(refined):
     result = fit(skewed, AutoNormal(skewed), num_steps=50, progress=False, seed=0)

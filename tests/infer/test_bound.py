@@ -646,3 +646,17 @@ def test_unreliable_weights_are_told_in_words():
     for khat, size in ((0.6, 30.0), (math.inf, 50.0)):  # reliable, and even
         fine = EvidenceBound(-1.0, 0.1, khat, size, 50)
         assert str(fine) == repr(fine)
+
+
+def test_a_seed_repeats_the_draws_and_leaves_the_callers_stream():
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    guide = AutoNormal(model, init_scale=0.5)
+    guide()
+    before = torch.get_rng_state()
+    values = [evidence_bound(model, guide, num_samples=30, seed=seed) for seed in (1, 1, 2)]
+    assert values[0] == values[1] != values[2]
+    draws = weighted_draws(model, guide, num_samples=30, seed=1)
+    assert draws.bound() == values[0]
+    assert torch.equal(before, torch.get_rng_state())

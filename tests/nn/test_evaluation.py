@@ -182,3 +182,23 @@ def test_errors():
         evaluate(WEIGHTS, [(X, LABELS)], ood=[[X]], model=model)
     with pytest.raises(ValueError, match=r"targets have shape \(4,\), but .* of shape \(40,\)"):
         evaluate(WEIGHTS, [(X, LABELS[:4])], model=model)
+
+
+@pytest.mark.parametrize(
+    "x, y, message",
+    [
+        (None, math.nan, r"observation of site 'y' is NaN in 1 of 6 elements. Cure: leave these"),
+        (math.nan, 0.0, r"argument 1 is NaN in 1 of 18 elements. Cure: leave these rows out"),
+        (None, 2, r"site 'y' is outside .* in 1 of 6 elements. Cure: .*labels begin at 0"),
+    ],
+)
+def test_data_without_a_density_are_named_as_by_fit(x, y, message):
+    inputs, targets = torch.randn(6, 3), torch.zeros(6, dtype=torch.tensor(y).dtype)
+    targets[0] = y
+    inputs[0, 0] = 0.0 if x is None else x
+    number = 1 if targets.is_floating_point() else 2
+    net = to_bayesian_(nn.Linear(3, number))
+    model = regressor(net, 6, noise=0.1) if number == 1 else classifier(net, 6)
+    draws = {"weight": torch.randn(4, number, 3), "bias": torch.zeros(4, number)}
+    with pytest.raises(ValueError, match=message):
+        evaluate(draws, [(inputs, targets)], model=model)

@@ -22,7 +22,13 @@ from pyro_implicit.density.model import without_validation
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost, innermost_support, is_data, is_latent
 
-__all__ = ["describe_arrays", "explain", "refuse_missing_data", "refuse_unfit_data"]
+__all__ = [
+    "describe_arrays",
+    "explain",
+    "refuse_missing_data",
+    "refuse_unfit_data",
+    "refuse_unfit_targets",
+]
 
 Shape = tuple[int, ...]
 
@@ -163,6 +169,18 @@ def refuse_missing_data(trace: Trace, where: str = "") -> None:
                     "seen = y.isfinite(); pyro.sample(name, fn.mask(seen), "
                     "obs=torch.where(seen, y, 1.0))"
                 )
+
+
+def refuse_unfit_targets(name: str, site: Site, targets: Tensor) -> None:
+    """Check that targets have a density by the distribution of a site that drew others.
+
+    :param name: the name of the site; ``site`` is of a trace.
+    :raises TypeError: as :func:`refuse_unfit_data`.
+    :raises ValueError: as :func:`refuse_unfit_data`.
+    """
+    trace = Trace()
+    trace.add_node(name, **{**site, "value": targets, "is_observed": True})
+    refuse_unfit_data(trace)
 
 
 def describe_nan(value: Any) -> str:
