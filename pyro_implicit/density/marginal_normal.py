@@ -120,6 +120,8 @@ class JointDensity(SplitSites):
         start = self._centre.expand(len(rest), -1).clone().requires_grad_()
         slope = self._gradient(rest, start)[1]
         curved = -hessian_products(slope, start, direction.unsqueeze(0))[0]
+        if curved.isnan().all():  # torch has no such derivative
+            return False
         scales = []  # a standard deviation of each site, roughly
         for part in site_parts(curved * direction, self._own).values():
             mean = part.reshape(len(rest), -1).mean(-1, keepdim=True)

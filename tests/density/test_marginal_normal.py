@@ -468,3 +468,15 @@ def test_elements_on_which_all_others_depend_remain_if_that_is_less_work() -> No
     assert found is not None and found.names == ["x"] and found.work == (2 * 6 + 1) ** 2
     little = replace(MARGINAL, least_latents=0, most_work=found.work - 1)
     assert module.find_normal_marginal(target, little) is None
+
+
+def test_a_density_without_second_derivatives_is_left_alone() -> None:
+    rows = torch.arange(40).reshape(20, 2)
+
+    def model() -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        x = pyro.sample("x", dist.Normal(0.0, scale).expand([40, 1]).to_event(2))
+        mean = torch.nn.functional.embedding_bag(rows, x).squeeze(-1)
+        pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=torch.zeros(20))
+
+    assert find_marginal(Target(model)) is None
