@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("networks")
 
 
-@pytest.mark.filterwarnings("ignore:the chains forgot")  # so few epochs
+@pytest.mark.filterwarnings("ignore:the chains ran for only")  # so few epochs
 @pytest.mark.parametrize(
     "row", ["mixture", "ensemble", "last-layer Laplace", "KIVI", "GPVI", "MAP, refined"]
 )
@@ -187,7 +187,7 @@ def test_tables_of_networks(tmp_path):
     assert "| boston | fit, 30 s (abc) | 0, 1, 2 | 3 |" in line and "-3.000 +- 1.000" in line
 
 
-@pytest.mark.filterwarnings("ignore:the chains forgot")  # so few epochs
+@pytest.mark.filterwarnings("ignore:the chains ran for only")  # so few epochs
 def test_memory_of_a_small_network(monkeypatch):
     monkeypatch.setattr(memory, "SIZES", (12, 8, 5, 3))
     found = memory.run(2)
