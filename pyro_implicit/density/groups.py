@@ -426,8 +426,9 @@ def _refuse_discrete(trace: Trace) -> None:
     if found:
         raise ValueError(
             f"amortize='conditional' needs continuous latents, but the model has discrete ones "
-            f"({', '.join(found)}). Cure: sum them out in the model, for instance by "
-            "MixtureSameFamily, or fit(model, 'auto', ...) with all data at once"
+            f"({', '.join(found)}). Cure: no amortize=, if all latents of rows are discrete; else "
+            "sum them out in the model, for instance by MixtureSameFamily, or fit(model, 'auto', "
+            "...) with all data at once"
         )
 
 

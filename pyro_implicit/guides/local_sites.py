@@ -96,7 +96,7 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
     if not found:
         raise ValueError(
             "amortize='auto' is for continuous latents in a plate of data, and the model has none. "
-            "Cure: "
+            "Cure: no amortize=, if its latents of rows are discrete; else "
             "pyro.plate(name, number_of_all_rows, subsample_size=len(x)), or name the latents"
         )
     return found
