@@ -211,6 +211,8 @@ class Diagnosis(Printed):
         nothing = check.mean_error == 0 and (low, high) == (1.0, 1.0)
         if nothing and not (has_told or has_power(check, self.policy)):
             return f"cannot tell: it would not show errors {beyond(check)}"
+        if nothing:
+            return f"no error seen; errors {beyond(check)} would not show"
         return (
             f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"
         )
