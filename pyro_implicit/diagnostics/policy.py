@@ -220,9 +220,10 @@ class VerdictPolicy:
     #: chance would give it in fewer than ``false_alarm`` of all cases.
     escaped: Thresholds = Thresholds(0.02, 0.05)
 
-    #: Share of draws of an update beyond all draws that its prior was fitted to. Normal data that
-    #: shift by 0 to 1.5 of their sds: at most 0.1 %, errors of means up to 0.07 sd; by 2: 6 to
-    #: 11 %, 0.3 sd; by 5: all, 3 sd.
+    #: Share of draws of an update beyond all draws to which its prior was fitted, or one minus
+    #: their effective sample size if the prior has moved. If it may not move, normal data whose
+    #: mean moved by 0 to 1.5 of their sds have at most 0.1 %, and errors up to 0.07 sd; by 2, 6 to
+    #: 20 % and 0.3 sd; by 5, all and 3 sd.
     extrapolated: Thresholds = Thresholds(0.01, 0.25)
 
     #: Effective sample size per draw from which k-hat is ignored.

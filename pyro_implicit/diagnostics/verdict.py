@@ -63,8 +63,7 @@ class Diagnosis(Printed):
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar improper: the scales with a flat prior whose draws have no end, else empty.
-    :ivar extrapolated: the share of draws that lie beyond all draws to which ``Fit.update`` fitted
-        its prior.
+    :ivar extrapolated: the share of draws for which the prior of ``Fit.update`` is a guess.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.

@@ -94,7 +94,7 @@ def with_fixed_parameters(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
-    """Return the trained parameters of a model, or of a guide that is a function, by name.
+    """Return a dict of the trained parameters of a model, or of a guide that is a function.
 
     **Example:**
 
@@ -210,7 +210,7 @@ def warn_of_lost_modules(parameters: dict[str, Learnt], *functions: Any) -> None
 
 
 def _owned(parameters: dict[str, Learnt], functions: Iterable[Any]) -> dict[str, Owned]:
-    """Return the parameters of the modules that model and guide are, hold or use, by name."""
+    """Return a dict of the parameters of the modules that model and guide are, hold or use."""
     owned: dict[str, Owned] = {}
     for function in functions:
         own: dict[str, Owned] = {}
@@ -335,7 +335,7 @@ def first_few(parts: Iterable[str]) -> str:
 def trained_parameters(
     model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
 ) -> dict[str, Tensor]:
-    """Return all parameters that an evaluation of the loss uses and can train, by name.
+    """Return a dict of all parameters that an evaluation of the loss uses and can train.
 
     Prefixes of guide and loss are replaced, because these may have other names in a resumed run.
 
@@ -401,7 +401,7 @@ def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _trained(trace: poutine.Trace) -> dict[str, Tensor]:
-    """Return the parameters in a trace that are not frozen, by name."""
+    """Return a dict of the parameters in a trace that are not frozen."""
     values = {name: unconstrained(site) for name, site in _params(trace)}
     return {name: value for name, value in values.items() if value.requires_grad}
 

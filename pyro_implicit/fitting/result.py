@@ -110,7 +110,8 @@ class Fit(Printed):
     :param symmetries: groups that leave the posterior unchanged, such as permutations of the
         components of a mixture. Corrected and refined draws are moved by random members.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
-    :param extrapolated: the share of draws that lie beyond all draws to which the prior was fitted.
+    :param extrapolated: the share of draws for which this prior is a guess: beyond all draws to
+        which it was fitted, or lost to its error if it has moved.
     :param policy: the settings of the call.
     """
 

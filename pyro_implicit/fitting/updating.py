@@ -342,35 +342,30 @@ class JointPrior:
             prior.level = (at(some) - prior.density.log_prob(some)).mean().item()
         return prior
 
+    def points(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Map values by site, ``(num, *shape)``, to unconstrained vectors ``(num, d)``."""
+        return joined_parts(self.transforms[name].inv(values[name]) for name in self.shapes)
+
     @torch.no_grad()
-    def share_beyond(self, values: Mapping[str, Tensor]) -> float:
-        """Return the share of values beyond all draws to which this prior was fitted.
+    def share_beyond(self, points: Tensor) -> float:
+        """Return the share of points beyond all draws to which this prior was fitted.
 
         There the prior is extrapolated: it is less than at each of those draws.
 
-        :param values: by site, ``(num, *shape)``.
+        :param points: unconstrained vectors, ``(num, d)``.
         """
-        points = joined_parts(self.transforms[name].inv(values[name]) for name in self.shapes)
         return (self.density.log_prob(points) < self.least).double().mean().item()
 
     @torch.no_grad()
-    def share_lost(self, values: Mapping[str, Tensor], log_prob: LogProb) -> float:
-        """Return the share of draws that the error of this prior costs, where its density is known.
+    def weights(self, points: Tensor, log_prob: LogProb) -> LogWeights:
+        """Return importance weights of this prior's known density over its fit.
 
-        It is one minus the effective sample size of their weights p / q.
+        At its own draws they tell how good the fit is; at draws from a posterior with this prior,
+        how many independent draws these are worth.
 
-        :param values: by site, draws from a posterior with this prior, ``(num, *shape)``.
-        :param log_prob: as for :meth:`of_draws`.
+        :param points: unconstrained vectors, ``(num, d)``.
+        :param log_prob: the known log-density, as for :meth:`of_draws`.
         """
-        points = joined_parts(self.transforms[name].inv(values[name]) for name in self.shapes)
-        return 1 - self._weights(points, log_prob).efficiency
-
-    @torch.no_grad()
-    def loss(self, num: int, log_prob: LogProb) -> LogWeights:
-        """Return weights p / q of ``num`` own draws, which tell how close this prior is."""
-        return self._weights(self.density.sample(torch.Size((num,))), log_prob)
-
-    def _weights(self, points: Tensor, log_prob: LogProb) -> LogWeights:
         log_weights = log_prob(self.constrain(points)) - self.density.log_prob(points)
         return LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))
 
@@ -432,7 +427,8 @@ def fit_update(
         )
         line.outcome = str(prior)
         if log_prob is not None:
-            line.outcome += f"; {prior.loss(earlier.policy.choice.num_weighed, log_prob)}"
+            own_points = prior.density.sample(torch.Size((earlier.policy.choice.num_weighed,)))
+            line.outcome += f"; {prior.weights(own_points, log_prob)}"
     stages: list[Stage] = []
     for number in range(policy.num_moves + 1):
         own = {**options, "max_seconds": limit.seconds()}
@@ -442,9 +438,10 @@ def fit_update(
         stages += [line, *result.stages]
         with seeded(seed):
             draws = result.sample(policy.num_checked)
-        share = prior.share_beyond(draws)
+        points = prior.points(draws)
+        share = prior.share_beyond(points)
         if number and log_prob is not None:
-            share = max(share, prior.share_lost(draws, log_prob))
+            share = max(share, 1 - prior.weights(points, log_prob).efficiency)
         is_last = number == policy.num_moves or limit.is_over() or result.interrupted
         if log_prob is None or is_last or share <= VERDICT.extrapolated.check:
             break

@@ -44,7 +44,7 @@ QUICK = FitPolicy(
         near_normal=0.9,
         cheap_evaluations=0,
         weighed_per_dim=64,
-    )  # fmt: skip
+    )
 )
 
 

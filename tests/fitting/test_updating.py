@@ -35,6 +35,7 @@ from pyro_implicit.fitting import (
 from pyro_implicit.fitting.updating import log_prob_of, normal_mixture
 from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.ops import LogWeights
 
 
 def model(y: Tensor) -> None:
@@ -378,25 +379,28 @@ def test_the_share_beyond_the_earlier_draws_is_that_of_smaller_densities() -> No
     one = MixtureSameFamily(Categorical(torch.ones(1)), normal.expand([1]))
     prior = JointPrior(one, {"x": torch.Size([])}, {"x": biject_to(dist.constraints.positive)})
     values = torch.tensor([-2.5, -1.5, 0.0, 1.5, 3.0]).exp()
-    assert prior.share_beyond({"x": values}) == 0.0
+    points = prior.points({"x": values})
+    torch.testing.assert_close(points, values.log().unsqueeze(-1))
+    assert prior.share_beyond(points) == 0.0
     prior.least = normal.log_prob(torch.tensor([2.0])).item()
-    assert prior.share_beyond({"x": values}) == 0.4
+    assert prior.share_beyond(points) == 0.4
     draws = {"x": torch.randn(1_000).exp()}
     prior = JointPrior.of_draws(draws, {"x": dist.constraints.positive})
-    assert prior.share_beyond(draws) == 0.0
-    assert prior.share_beyond({"x": (12.0 + torch.randn(100)).exp()}) == 1.0
+    assert prior.share_beyond(prior.points(draws)) == 0.0
+    assert prior.share_beyond(12.0 + torch.randn(100, 1)) == 1.0
 
 
-def test_the_share_lost_is_one_minus_the_effective_sample_size() -> None:
+def test_weights_are_those_of_the_known_density() -> None:
     """Weights exp(d x - d^2 / 2) of draws from a standard normal have the share exp(-d^2)."""
     one = MixtureSameFamily(
         Categorical(torch.ones(1)), MultivariateNormal(torch.zeros(1, 1), torch.eye(1))
     )
     prior = JointPrior(one, {"x": torch.Size([])}, {"x": biject_to(dist.constraints.real)})
-    draws = {"x": torch.randn(20_000, generator=torch.Generator().manual_seed(0))}
+    points = torch.randn(20_000, 1, generator=torch.Generator().manual_seed(0))
     truth = dist.Normal(0.5, 1.0)
-    lost = prior.share_lost(draws, lambda values: truth.log_prob(values["x"]))
-    assert abs(lost - (1 - math.exp(-0.25))) < 0.01
+    found = prior.weights(points, lambda values: truth.log_prob(values["x"]))
+    torch.testing.assert_close(found.values, 0.5 * points[:, 0] - 0.125)
+    assert abs(found.efficiency - math.exp(-0.25)) < 0.01
 
 
 def test_a_prior_that_moves_keeps_its_constant() -> None:
@@ -450,7 +454,8 @@ def test_the_prior_moves_to_data_that_disagree(tmp_path: Path) -> None:
 
 def test_moves_share_the_time_and_end_when_nothing_is_lost(monkeypatch) -> None:
     first = fit(rates, "auto", torch.ones(3), seed=0, progress=False)
-    limits, beyond, lost = [], iter([1.0, 0.0, 0.0]), iter([0.5, 0.0])
+    limits, beyond = [], iter([1.0, 0.0, 0.0])
+    found = iter([torch.zeros(9), torch.arange(9.0), torch.zeros(9)])  # first of its own draws
 
     def fit_again(*args: object, max_seconds: float, **options: object) -> Fit:
         limits.append(max_seconds)
@@ -458,7 +463,7 @@ def test_moves_share_the_time_and_end_when_nothing_is_lost(monkeypatch) -> None:
 
     monkeypatch.setattr(Fit, "_fit", staticmethod(fit_again))
     monkeypatch.setattr(JointPrior, "share_beyond", lambda *args: next(beyond))
-    monkeypatch.setattr(JointPrior, "share_lost", lambda *args: next(lost))
+    monkeypatch.setattr(JointPrior, "weights", lambda *args: LogWeights(next(found)))
     result = first.update(rates, torch.ones(3), max_seconds=1_000.0)
     assert result.extrapolated == 0.0
     assert 1_000.0 > limits[0] > limits[1] > limits[2]

@@ -11,7 +11,7 @@ A kernel is one file with
 ``num_gradients``. To add a kernel, write its file and add a line to ``KERNELS``.
 
 :mod:`~pyro_implicit.mcmc.kernels.protocol` defines the types of these functions, and the methods of
-an adaptation. All kernels take the same arguments, also those that they do not need. With all data,
+an adaptation. All kernels take the same arguments and ignore what they do not need. With all data,
 states have ``log_density`` and infos ``acceptance``, too. Minibatch chains choose the
 step size of :mod:`~pyro_implicit.mcmc.kernels.sghmc` themselves
 (:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`).

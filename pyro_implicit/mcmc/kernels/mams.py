@@ -94,7 +94,8 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     acceptance = (-change).clamp(max=0.0).exp()
     accepted = torch.rand_like(acceptance) < acceptance
     kept = chosen(accepted, after, state._replace(direction=-state.direction))
-    return refreshed(kept, settings.path), Info(acceptance, change, gradients_of(settings.path))
+    kept = kept._replace(direction=refreshed(kept.direction, settings.path))
+    return kept, Info(acceptance, change, gradients_of(settings.path))
 
 
 @dataclass(frozen=True)

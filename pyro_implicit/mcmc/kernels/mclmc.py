@@ -117,7 +117,8 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     error = squares / (settings.num_steps * state.position.shape[-1])
     is_finite = (error < settings.max_error) & after.gradient.isfinite().all(-1)
     back = state._replace(direction=_unit(torch.randn_like(state.direction)))
-    kept = chosen(is_finite, refreshed(after, settings), back)
+    after = after._replace(direction=refreshed(after.direction, settings))
+    kept = chosen(is_finite, after, back)
     return kept, Info(error.masked_fill(~is_finite, math.inf), gradients_of(settings))
 
 
@@ -135,7 +136,7 @@ def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor,
     outer = 0.1931833275037836  # lambda, a mathematical constant
     for number in range(settings.num_steps):
         if number:
-            direction = _refreshed(direction, settings)
+            direction = refreshed(direction, settings)
         before = log_density
         direction, first = _kick(direction, scale * gradient, outer * size)
         position = position + size / 2 * scale * direction
@@ -149,12 +150,8 @@ def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor,
     return State(position, direction, log_density, gradient), squares, total
 
 
-def refreshed(state: State, settings: Settings) -> State:
-    """Refresh the directions partially, as one step does."""
-    return state._replace(direction=_refreshed(state.direction, settings))
-
-
-def _refreshed(direction: Tensor, settings: Settings) -> Tensor:
+def refreshed(direction: Tensor, settings: Settings) -> Tensor:
+    """Return directions ``(num_chains, d)`` after the partial refreshment of one step."""
     variance = torch.expm1(2 * settings.step_size / settings.length) / direction.shape[-1]
     return _unit(direction + variance.sqrt() * torch.randn_like(direction))
 
