@@ -150,11 +150,12 @@ def test_cheap_weights_replace_even_ones_of_skewed_posteriors():
         assert draws.std().item() == pytest.approx(width.item(), rel=0.03)
 
 
-def test_seeds_scramble_the_points():
+def test_points_are_mirrored_pairs_that_seeds_scramble():
     modes = Modes(torch.zeros(1, 2), torch.eye(2).unsqueeze(0), torch.zeros(1))
     torch.manual_seed(0)
     first, second = hierarchy._sobol(modes, 64)[0], hierarchy._sobol(modes, 64)[0]
     assert not torch.isclose(first, second).any()
+    torch.testing.assert_close(first[::2], -first[1::2])
 
 
 def test_diagnose_takes_its_draws_as_they_are(fitted):
