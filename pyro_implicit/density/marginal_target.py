@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from pyro import factor, poutine
-from torch import Tensor, distributed
+from torch import Tensor
 
 from pyro_implicit.density.groups import Groups
+from pyro_implicit.density.pass_target import Part, PassTarget
 from pyro_implicit.density.policy import GROUPS
-from pyro_implicit.density.target import Target
-from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.quadrature import NormalRule
 
 __all__ = ["MarginalTarget", "globals_only"]
@@ -39,14 +38,10 @@ def globals_only(groups: Groups) -> Callable[..., Any]:
     return model_of_globals
 
 
-class MarginalTarget(Target):
+class MarginalTarget(PassTarget):
     r"""The posterior of the global latent variables of a hierarchical model.
 
     .. math:: \log p(\theta) + \sum_i \log \int p(x_i, z_i | \theta)\, dz_i
-
-    Each evaluation is one pass over the minibatches, with sums in float64; memory does not depend
-    on the number of groups. Under ``torch.distributed`` each process passes over its own
-    minibatches, and the sums are those of all processes.
 
     **Example:**
 
@@ -69,11 +64,9 @@ class MarginalTarget(Target):
     :param has_all: whether the minibatches are all data. If they have fewer or more groups than
         the plate, as without a last minibatch that is too small, the sum is scaled.
     :raises ValueError: if all latent variables belong to groups.
-    :ivar num_groups: the number of groups of the last pass, in all processes.
-    :ivar num_evaluations: the densities of single groups of that pass for each vector: one for
-        each node.
-    :ivar num_passes: the number of passes so far.
     """
+
+    unit = "groups"
 
     def __init__(
         self,
@@ -82,10 +75,8 @@ class MarginalTarget(Target):
         rule: NormalRule | None = None,
         has_all: bool = True,
     ) -> None:
-        self.groups_of_batch, self.batches = groups, batches
-        self.rule, self.has_all = rule or NormalRule(GROUPS.num_nodes), has_all
-        self.num_groups = self.num_evaluations = self.num_passes = 0
-        self._order, self._offset = 1, 0.0
+        self.groups_of_batch, self.has_all = groups, has_all
+        self.rule = rule or NormalRule(GROUPS.num_nodes)
         self._centre: Tensor | None = None
         source = groups.target
         if set(source.shapes) == set(groups.sites):
@@ -94,6 +85,7 @@ class MarginalTarget(Target):
                 "the groups have nothing in common. Cure: a prior whose parameters are latents "
                 "outside of the plate, or amortize='auto'"
             )
+        self._start(batches)
         super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
         self._fused = None
 
@@ -101,84 +93,26 @@ class MarginalTarget(Target):
         """Return the same posterior with other nodes."""
         return MarginalTarget(self.groups_of_batch, self.batches, rule, self.has_all)
 
-    @torch.no_grad()
     def centre(self, latent: Tensor) -> None:
-        """Subtract the sum over groups at a vector ``(latent_dim,)`` from all log-densities.
+        """Subtract the sum at a vector ``(latent_dim,)`` from all log-densities.
 
-        The sum over a million groups is too large for differences of 0.01 nats in float32. Passes
-        with several vectors find the modes of the groups from those at this vector.
+        Passes with several vectors find the modes of the groups from those at this vector.
         """
         self._centre = latent
-        self._offset = self._pass(latent.unsqueeze(0), 0)[0, 0].item()
-
-    def height(self, log_prob: Tensor) -> float:
-        """Return log-densities in float64 without what :meth:`centre` subtracts."""
-        return log_prob.double().item() + self._offset
-
-    def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log-density with its first and second derivative, in one pass."""
-        self._order = 2
-        try:
-            return super().derivatives(latent)
-        finally:
-            self._order = 1
+        super().centre(latent)
 
     def _by_model(self, latent: Tensor) -> Tensor:
         return super()._by_model(latent) + self._sum(latent)
 
-    def _sum(self, latent: Tensor) -> Tensor:
-        order, dim = self._order if latent.requires_grad else 0, latent.shape[-1]
-        sums = self._pass(latent.detach(), order)
-        total = sums[:, 0] - self._offset
-        # The polynomial with these derivatives at this point.
-        step = (latent - latent.detach()).double()
-        if order > 0:
-            total = total + (step * sums[:, 1 : 1 + dim]).sum(-1)
-        if order > 1:
-            hessian = sums[:, 1 + dim :].unflatten(-1, (dim, dim))
-            total = total + 0.5 * torch.einsum("pi,pij,pj->p", step, hessian, step)
-        return total.to(latent)
+    def _part(self, batch: tuple, is_single: bool) -> Part:
+        part, start = self.groups_of_batch.on(batch, self.rule), None
+        if self._centre is not None and not is_single:
+            start = part.conditional(self.constrain(self._centre.unsqueeze(0))).mode
 
-    def _pass(self, latent: Tensor, order: int) -> Tensor:
-        """Return the sum over groups at each vector, and its derivatives up to an order."""
-        number, dim = latent.shape
-        sums = torch.zeros(number, 1 + dim + dim * dim, dtype=torch.float64, device=latent.device)
-        count = num_nodes = 0
-        for batch in self.batches:
-            part = self.groups_of_batch.on(batch, self.rule)
-            count += part.size
-            start = None
-            if self._centre is not None and number > 1:
-                start = part.conditional(self.constrain(self._centre.unsqueeze(0))).mode
-            num_nodes = part.num_nodes
-            at_once = max(1, GROUPS.elements_at_once // (num_nodes * part.size))
-            for first in range(0, number, at_once):
-                rows = slice(first, first + at_once)
-                self._add(sums[rows], part, latent[rows], order, start)
-        self.num_groups = count
-        self.num_passes += 1
-        if distributed.is_available() and distributed.is_initialized():
-            counts = sums.new_tensor(count)
-            distributed.all_reduce(sums)
-            distributed.all_reduce(counts)
-            self.num_groups = int(counts)
-        self.num_evaluations = num_nodes * self.num_groups
-        if self.has_all:
-            sums *= self.groups_of_batch.full_size / self.num_groups
-        return sums
+        def log_prob(latent: Tensor) -> Tensor:
+            return part.log_marginals(self.constrain(latent), start).double().sum(-1)
 
-    def _add(
-        self, sums: Tensor, part: Groups, latent: Tensor, order: int, start: Tensor | None
-    ) -> None:
-        dim = latent.shape[-1]
-        with torch.set_grad_enabled(order > 0):
-            latent = latent.requires_grad_(order > 0)
-            value = part.log_marginals(self.constrain(latent), start).double().sum(-1)
-            sums[:, 0] += value.detach()
-            if not order or not value.requires_grad:
-                return
-            (score,) = torch.autograd.grad(value.sum(), latent, create_graph=order > 1)
-            sums[:, 1 : 1 + dim] += score.detach()
-            if order > 1:
-                hessian = hessian_products(score, latent, torch.eye(dim).to(latent))
-                sums[:, 1 + dim :] += hessian.movedim(0, -2).flatten(1)
+        return Part(log_prob, part.size, part.size, part.num_nodes)
+
+    def _normalised(self, sums: Tensor, weight: float) -> Tensor:
+        return sums * (self.groups_of_batch.full_size / weight if self.has_all else 1)

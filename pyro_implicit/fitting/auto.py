@@ -42,6 +42,7 @@ from pyro_implicit.fitting.candidates import mean_field_guide
 from pyro_implicit.fitting.checkpoint import loss_settings, own_file, same_start
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
+from pyro_implicit.fitting.minibatch_fit import fit_by_passes
 from pyro_implicit.fitting.network_fit import (
     fit_network,
     refuse_missing_targets,
@@ -303,7 +304,7 @@ def fit(
     with quiet_about_frozen(), stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
-        return _fit_one(stages, guide, loss, amortize, refine is True)
+        return _fit_one(stages, guide, loss, amortize, refine)
 
 
 def _take_batches(
@@ -339,23 +340,24 @@ def _fit_one(
     guide: Any,
     loss: Trace_ELBO | None,
     amortize: Amortize | None,
-    refine: bool,
+    refine: Literal["auto"] | bool,
 ) -> Fit:
     args, kwargs, budget = stages.args, stages.kwargs, stages.policy.budget
-    share = budget.training_share if refine else 1.0
+    share = budget.training_share if refine is True else 1.0
     try:
         if amortize == "conditional":
             return fit_hierarchy(stages)
         if stages.batches is not None:
-            _fit_batches(stages, guide, loss, amortize, share)
-            return _refine_batches(stages) if refine else stages.result
+            _fit_batches(stages, guide, loss, amortize, refine, share)
+            has_chains = stages.result.refined is not None
+            return _refine_batches(stages) if refine is True and not has_chains else stages.result
         if amortize is not None:
             return _fit_amortized(stages, amortize)
         refuse_unfit_guide(stages.model, guide, args, kwargs, loss)
         loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
         result = stages.train_alone("guide", guide, loss, share)
         chains = ChainPlan(budget.most_chains, budget.most_gradients)
-        return move_draws(stages, chains) if refine else result
+        return move_draws(stages, chains) if refine is True else result
     except KeyboardInterrupt:
         return stages.keep_the_best(None, None)
 
@@ -527,9 +529,13 @@ def _fit_batches(
     guide: Any,
     loss: Trace_ELBO | None,
     amortize: Amortize | None,
+    refine: Literal["auto"] | bool,
     time_share: float,
 ) -> Fit:
-    """Train a guide on minibatches; the scales of an automatic ``AutoNormal`` start small."""
+    """Fit by passes over minibatches, or train a guide on them.
+
+    The scales of an automatic guide start small.
+    """
     assert stages.batches is not None
     first, policy = stages.first_batch, stages.policy.training
 
@@ -572,6 +578,8 @@ def _fit_batches(
         return train_by_minibatches(stages, time_share)
     scale = policy.minibatch_init_scale
     if not is_wide:
+        if fit_by_passes(stages, target, refine):
+            return stages.result
         return _train_semi_implicit_alone(stages, scale, particles, time_share)
     start = between(target, stages.policy.start)
     guide = mean_field_guide(stages.model, target, start, init_scale=scale)

@@ -585,16 +585,97 @@ class UpdatePolicy:
 
 
 @dataclass(frozen=True)
-class HierarchyPolicy:
+class PassPolicy:
+    """Fits by a log-density of which each evaluation is a pass over minibatches."""
+
+    #: Paths, rounds and iterations of the first search, on a part of the data.
+    num_starts: int = 8
+    search_rounds: int = 2
+    search_iterations: int = 40
+
+    #: Passes to climb to a mode, at most; from the mode of the first search it takes 3.
+    max_passes: int = 30
+
+    #: Squared Newton decrement (nats) at the end of the climb: 0.01 standard deviations.
+    at_top: float = 1e-4
+
+    #: Nats by which a step may lower the log-density: rounding of sums in float32.
+    rounding: float = 0.01
+
+    #: Densities of single rows or groups, one for each draw of the latent variables and each node
+    #: of a quadrature, at most. Each takes 0.2 to 0.4 microseconds.
+    most_evaluations: float = 1e9
+
+    #: Draws whose weights are computed, first and if these are uneven; powers of two.
+    num_weighed: tuple[int, int] = (32, 8192)
+
+    #: First weights for each latent variable, at least: they estimate a covariance.
+    weighed_per_dim: int = 8
+
+    #: Ratio of the scales of the two Gaussians at a mode from which many draws come.
+    widening: float = 2.0
+
+    #: Pareto k-hat and effective number of draws with which weights are used: k-hat as in
+    #: Vehtari et al. (2024), section 3; errors of 0.03 standard deviations.
+    max_khat: float = RELIABLE_KHAT
+    least_effective: float = 1000.0
+
+    #: Effective sample size of the first weights, as a share, above which they correct only mean
+    #: and covariance: for a skewness of 0.2 it is 0.993.
+    near_normal: float = EVEN_EFFICIENCY
+
+    #: Evaluations of all ``num_weighed``, about three seconds, up to which they are computed
+    #: although fewer would do. With 100 groups of counts, the standard deviations by 32 even
+    #: weights were 4 to 6% too small.
+    cheap_evaluations: float = 1.5e7
+
+    #: Most groups or rows for which chains run after uneven weights.
+    most_chained: int = 10_000
+
+    #: Stored draws; a power of two, because they are Sobol points.
+    num_draws: int = 8192
+
+    def accepts(self, weights: LogWeights) -> bool:
+        """Return whether draws can be resampled by these weights.
+
+        :param weights: log-weights of the draws.
+        """
+        number = weights.efficiency * len(weights)
+        is_even = weights.efficiency > self.near_normal
+        return is_even or (weights.khat < self.max_khat and number > self.least_effective)
+
+
+@dataclass(frozen=True)
+class MinibatchPolicy(PassPolicy):
+    """Fits of all rows that come in minibatches, with at most 100 latent variables."""
+
+    #: Rows of the first search, at least, and for each latent variable.
+    num_pilot: int = 2000
+    pilot_per_dim: int = 50
+
+    #: Bytes of minibatches, at most, that are read once and stay in memory, and rows to which
+    #: small ones are joined: a run of the model takes a millisecond, a row of it 0.1 microseconds.
+    most_bytes: int = 2**30
+    joined_rows: int = 10_000
+
+    #: Nats by which two passes may differ, in the rise of the log-density over one standard
+    #: deviation of each latent variable: other rows, or randomness of the model. They shift the
+    #: posterior by as many standard deviations.
+    max_noise: float = 0.05
+
+    #: Passes, at least, for which there must be time; else a guide is trained by minibatches.
+    least_passes: int = 10
+
+    #: Most rows for which chains run after uneven weights.
+    most_chained: int = 100_000
+
+
+@dataclass(frozen=True)
+class HierarchyPolicy(PassPolicy):
     """Fits with ``amortize="conditional"``: latent variables of groups are integrated out."""
 
     #: Groups of the first search, at least; they show the modes of all data.
     num_pilot: int = 500
-
-    #: Paths, rounds and iterations of the first search.
-    num_starts: int = 8
-    search_rounds: int = 2
-    search_iterations: int = 40
 
     #: Nodes of the quadrature in each dimension that are tried in turn.
     num_nodes: tuple[int, ...] = (9, 15, 25, 41)
@@ -614,58 +695,6 @@ class HierarchyPolicy:
     #: Share of the groups that minibatches may lack without a warning (``drop_last``). The others
     #: count for them, so that standard deviations are too small by half of this share.
     max_missing: float = 0.02
-
-    #: Passes over all groups to climb to a mode, at most; from the mode of the pilot it takes 3.
-    max_passes: int = 30
-
-    #: Squared Newton decrement (nats) at the end of the climb: 0.01 standard deviations.
-    at_top: float = 1e-4
-
-    #: Nats by which a step may lower the log-density: rounding of sums in float32.
-    rounding: float = 0.01
-
-    #: Densities of single groups, one for each draw of the global variables and each node of the
-    #: quadrature, at most. Each takes 0.2 to 0.4 microseconds.
-    most_evaluations: float = 1e9
-
-    #: Draws of the global variables whose weights are computed, first and if these are uneven;
-    #: powers of two.
-    num_weighed: tuple[int, int] = (32, 8192)
-
-    #: Ratio of the scales of the two Gaussians at a mode from which many draws come.
-    widening: float = 2.0
-
-    #: Pareto k-hat and effective number of draws with which weights are used: k-hat as in
-    #: Vehtari et al. (2024), section 3; errors of 0.03 standard deviations.
-    max_khat: float = RELIABLE_KHAT
-    least_effective: float = 1000.0
-
-    #: First weights for each global latent variable, at least: they estimate a covariance.
-    weighed_per_dim: int = 8
-
-    #: Effective sample size of the first weights, as a share, above which they correct only mean
-    #: and covariance: for a skewness of 0.2 it is 0.993.
-    near_normal: float = EVEN_EFFICIENCY
-
-    #: Evaluations (densities of a group at a node) of all ``num_weighed``, about three seconds, up
-    #: to which they are computed although the first ones are even. With 100 groups of counts, the
-    #: standard deviations by 32 even weights were 4 to 6% too small.
-    cheap_evaluations: float = 1.5e7
-
-    #: Most groups for which chains run after uneven weights.
-    most_chained: int = 10_000
-
-    #: Stored draws of the global variables; a power of two, because they are Sobol points.
-    num_draws: int = 8192
-
-    def accepts(self, weights: LogWeights) -> bool:
-        """Return whether draws can be resampled by these weights.
-
-        :param weights: log-weights of the draws.
-        """
-        number = weights.efficiency * len(weights)
-        is_even = weights.efficiency > self.near_normal
-        return is_even or (weights.khat < self.max_khat and number > self.least_effective)
 
     def rules(self, num_latents: int) -> Iterator[tuple[NormalRule, list[NormalRule]]]:
         """Yield rules from cheap to expensive, each with those to compare it with.
@@ -689,7 +718,7 @@ class IntegrationPolicy:
     """Fits of the variables that remain after others are integrated out."""
 
     #: Draws of all variables, at most; a power of two, because they are made from Sobol points.
-    num_draws: int = HierarchyPolicy.num_draws
+    num_draws: int = PassPolicy.num_draws
 
     #: Numbers in these draws, at most (160 MB in single precision).
     num_stored: int = 40_000_000
@@ -830,6 +859,7 @@ class FitPolicy:
 
     #: Hierarchical models with many groups.
     hierarchy: HierarchyPolicy = field(default_factory=HierarchyPolicy)
+    minibatch: MinibatchPolicy = field(default_factory=MinibatchPolicy)
 
     #: Which variables are integrated out.
     marginal: MarginalPolicy = field(default_factory=MarginalPolicy)

@@ -89,6 +89,10 @@ class BatchStream:
             )
         return batch
 
+    def begin_pass(self) -> None:
+        """Let the next minibatch be the first one of a new pass."""
+        self._iterator = iter(())
+
     @property
     def where(self) -> str:
         """Name the last minibatch, for messages."""

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` for few latent variables and minibatches: each evaluation is a pass over all rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.pass_target import RowsTarget
+from pyro_implicit.density.target import Target
+from pyro_implicit.fitting.arguments import common_seed, num_processes
+from pyro_implicit.fitting.candidates import exact_guide, frame_of_draws
+from pyro_implicit.fitting.parameters import model_parameters
+from pyro_implicit.fitting.passes import (
+    OnePass,
+    PassStages,
+    count_modes,
+    is_late,
+    pilot_modes,
+)
+from pyro_implicit.fitting.policy import MinibatchPolicy
+from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.guides import AutoMixture
+from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.minibatches import num_rows
+
+__all__ = ["fit_by_passes"]
+
+Batches = Iterable[tuple]
+
+
+def fit_by_passes(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool:
+    """Infer the latent variables from the density of all rows, which minibatches add up to.
+
+    The stages are: **search**, for the modes of a few thousand rows; **gaussian**, Newton steps by
+    passes over all rows; **correct**, importance weights of the Gaussian at the mode; and
+    **refine**, chains if the weights are uneven and all rows are cheap enough.
+
+    :param target: the posterior of the first minibatch.
+    :param refine: whether chains run: if necessary, always or never.
+    :returns: whether the result is set; otherwise a guide has to be trained by minibatches.
+    """
+    if model_parameters(target):  # the density does not determine them
+        return False
+    with seeded(common_seed(), target.init_loc.device):  # all processes decide alike
+        return _fit(stages, target, refine)
+
+
+def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool:
+    result, policy = stages.result, stages.policy.minibatch
+    assert stages.batches is not None
+    stream = OnePass(stages.batches)
+    whole = modes = None
+    with result.attempt("search") as line:
+        parts = _read(stream, policy)
+        first = _first_rows(target, parts or stream, policy)
+        pilot = RowsTarget(target, first)
+        modes = pilot_modes(pilot, stages, policy)
+        line.outcome = f"{count_modes(modes)} of {pilot.num_units} rows"
+        candidates: list[Batches] = [parts or stream]
+        if parts and num_processes() == 1:  # an error of one process would stop the others
+            candidates.insert(0, _joined(parts, policy.joined_rows))
+        whole, reason = _first_sound(target, stream, candidates, modes, stages)
+        if whole is None:
+            line.outcome += f"; {reason}: a guide is trained by minibatches instead"
+    if whole is None or modes is None:
+        return False
+    passes = PassStages(stages, whole, policy, "the latent variables")
+    with result.stage("gaussian") as line:
+        whole.num_passes = 0
+        if pilot.num_units < whole.num_units:
+            modes = passes.climb_all(modes)
+        result.num_modes, result.modes, result.target = len(modes.loc), modes.loc, whole
+        line.outcome = f"{whole.num_passes} passes over {whole.num_units} rows"
+        _use(stages, modes)
+    draws, weights = passes.weigh(modes)
+    is_sound = weights is not None and policy.accepts(weights)
+    if len(modes.loc) == 1:
+        _use(stages, _gaussian(draws, modes))
+    draws = draws[torch.randperm(len(draws))]  # evenly spaced Sobol points share their digits
+    doubts = () if is_sound else (f"importance weights: {weights or 'none'}",)
+    result.draws = StoredDraws(
+        whole.constrain(draws), settled=is_sound, modes_weighed=True, doubts=doubts
+    )
+    if weights is not None and (refine is True or (refine == "auto" and not is_sound)):
+        result.refined = passes.refine(draws, weights)
+        result.draws = result.draws if result.refined is None else None
+    if stages.held_out is not None:
+        score = stages.held_out(result.posterior)
+        result.stages[-1].outcome += f"; held-out NLL {score:.4g}"
+    return True
+
+
+def _gaussian(draws: Tensor, modes: Modes) -> Modes:
+    """Return the Gaussian with the moments of draws."""
+    frame = frame_of_draws(draws)
+    assert frame.scale_tril is not None
+    return Modes(frame.loc[None], frame.scale_tril[None], modes.elbo)
+
+
+def _use(stages: Stages, modes: Modes) -> None:
+    """Make the Gaussians at modes the guide of the result."""
+    args = (*stages.args, *stages.first_batch)
+    guide = exact_guide(stages.model, modes, *args, **stages.kwargs)
+    if isinstance(guide, AutoMixture):
+        guide.log_weights = modes.elbo.log_softmax(0)
+    stages.guides.append(guide)
+    stages.result.guide, stages.result.chosen = guide, "gaussian"
+
+
+def _read(stream: OnePass, policy: MinibatchPolicy) -> list[tuple]:
+    """Return the minibatches of one pass; an empty list if they need too much memory."""
+    found, size = [], 0
+    for batch in stream:
+        found.append(batch)
+        size += sum(part.nbytes for part in batch if isinstance(part, Tensor))
+        if size > policy.most_bytes:
+            return []
+    return found
+
+
+def _num_rows(batch: tuple) -> int:
+    return max((num_rows(part) or 1 for part in batch), default=1)
+
+
+def _first_rows(target: Target, batches: Batches, policy: MinibatchPolicy) -> list[tuple]:
+    """Return minibatches with the rows of the first search, or a part of the first minibatch."""
+    number = max(policy.num_pilot, policy.pilot_per_dim * target.latent_dim)
+    found: list[tuple] = []
+    for batch in batches:
+        found.append(batch)
+        if sum(map(_num_rows, found)) >= number:
+            break
+    size = _num_rows(found[0])
+    if size < 2 * number:
+        return found
+    few = tuple(
+        part[:number] if isinstance(part, Tensor) and num_rows(part) == size else part
+        for part in found[0]
+    )
+    is_sound = RowsTarget(target, [few]).sums(target.init_loc[None]).isfinite().all()
+    return [few] if is_sound else found
+
+
+def _joined(batches: list[tuple], number: int) -> list[tuple]:
+    """Join small minibatches to larger ones; their densities have to be compared."""
+    groups: list[list[tuple]] = []
+    for batch in batches:
+        if not groups or sum(map(_num_rows, groups[-1])) >= number:
+            groups.append([])
+        groups[-1].append(batch)
+    return [_join(group) for group in groups]
+
+
+def _join(batches: list[tuple]) -> tuple:
+    """Join the parts of minibatches that have their rows; others are those of the first one."""
+    sizes = [_num_rows(batch) for batch in batches]
+
+    def join(parts: tuple) -> Any:
+        have_rows = [num_rows(part) for part in parts] == sizes
+        return torch.cat(parts) if have_rows and isinstance(parts[0], Tensor) else parts[0]
+
+    return tuple(map(join, zip(*batches, strict=True)))
+
+
+def _first_sound(
+    target: Target, stream: OnePass, candidates: list[Batches], modes: Modes, stages: Stages
+) -> tuple[RowsTarget | None, str]:
+    """Return the density by the first minibatches that another pass confirms, or why none does.
+
+    Passes differ if a loader draws or changes rows, or a model draws random numbers; joined
+    minibatches differ if the model treats rows differently or depends on their number.
+    """
+    policy, noise = stages.policy.minibatch, math.inf
+    points = torch.stack([modes.loc[0], modes.loc[0] + modes.scale_tril[0].sum(-1)])
+
+    def rise(batches: Batches) -> tuple[float, RowsTarget]:
+        found = RowsTarget(target, batches)
+        low, high = found.sums(points).tolist()
+        return high - low, found
+
+    began = time.perf_counter()
+    expected, _ = rise(stream)
+    if is_late(stages.limit, points, policy.least_passes * (time.perf_counter() - began)):
+        return None, "max_seconds is too short for passes over all rows"
+    for batches in candidates:
+        with suppress(*IMPOSSIBLE):
+            value, found = rise(batches)
+            noise = abs(value - expected)
+            if noise <= policy.max_noise:
+                return found, ""
+    return None, f"two passes differ by {noise:.2g} nats"
