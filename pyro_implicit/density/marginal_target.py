@@ -112,7 +112,7 @@ class MarginalTarget(PassTarget):
         def log_prob(latent: Tensor) -> Tensor:
             return part.log_marginals(self.constrain(latent), start).double().sum(-1)
 
-        return Part(log_prob, part.size, part.size, part.num_nodes)
+        return Part(log_prob, part.size, part.size, part.num_nodes * part.size)
 
     def _normalised(self, sums: Tensor, weight: float) -> Tensor:
         return sums * (self.groups_of_batch.full_size / weight if self.has_all else 1)

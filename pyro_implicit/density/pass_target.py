@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
+from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.scales import DataScales
 from pyro_implicit.density.target import Target
@@ -22,14 +24,14 @@ class Part(NamedTuple):
     """The contribution of one minibatch to a log-density.
 
     ``log_prob`` maps vectors ``(num_points, latent_dim)`` to ``(num_points,)``; ``weight`` is its
-    share of all data, up to a factor; each of ``num_units`` rows or groups has ``num_nodes`` values
-    for each vector.
+    share of all data, up to a factor; each vector takes ``num_evaluations`` of ``num_units`` rows
+    or groups.
     """
 
     log_prob: Callable[[Tensor], Tensor]
     weight: float
     num_units: int
-    num_nodes: int = 1
+    num_evaluations: int
 
 
 class PassTarget(Target):
@@ -41,8 +43,9 @@ class PassTarget(Target):
 
     :ivar batches: the minibatches; each evaluation iterates over them once.
     :ivar num_units: the rows or groups of the last pass, in all processes.
-    :ivar num_evaluations: their densities in that pass for each vector: one for each node of a
-        quadrature.
+    :ivar num_evaluations: the densities of single rows or groups in that pass for each vector, one
+        for each node of a quadrature; or runs of a model that takes one vector at a time, of which
+        each counts as ``GROUPS.rows_of_run`` rows.
     :ivar num_passes: the number of passes so far.
     """
 
@@ -110,9 +113,8 @@ class PassTarget(Target):
         counts = sums.new_zeros(3)
         for batch in self.batches:
             part = self._part(batch, number == 1)
-            elements = part.num_units * part.num_nodes
-            counts += counts.new_tensor([part.weight, part.num_units, elements])
-            at_once = max(1, GROUPS.elements_at_once // elements)
+            counts += counts.new_tensor(part[1:])
+            at_once = max(1, GROUPS.elements_at_once // part.num_evaluations)
             for first in range(0, number, at_once):
                 rows = slice(first, first + at_once)
                 self._add(sums[rows], part, latent[rows], order)
@@ -164,9 +166,12 @@ class RowsTarget(PassTarget):
 
     :param target: the posterior of a first minibatch (:meth:`Target.of_minibatches`).
     :param batches: all minibatches; each evaluation iterates over them once.
+    :raises ValueError: when evaluated, for a model that is random beyond its latent variables.
     """
 
     def __init__(self, target: Target, batches: Iterable[tuple]) -> None:
+        target = copy.copy(target)
+        target._runs = BatchedRuns(type(self).__name__, refuses_random=True)
         vars(self).update(vars(target))
         vars(self).pop("_seconds", None)  # of one minibatch
         self.of_minibatch = target
@@ -182,7 +187,8 @@ class RowsTarget(PassTarget):
         part = self.of_minibatch.on(batch)
         weight = 1 / self._scales.of(part.args)
         size = max((num_rows(one) or 1 for one in batch), default=1)
-        return Part(lambda latent: weight * part.log_prob(latent).double(), weight, size)
+        cost = size if part.is_vectorized else max(size, GROUPS.rows_of_run)
+        return Part(lambda latent: weight * part.log_prob(latent).double(), weight, size, cost)
 
     def _normalised(self, sums: Tensor, weight: float) -> Tensor:
         return sums / weight

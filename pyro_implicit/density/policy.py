@@ -335,6 +335,9 @@ class GroupPolicy:
     #: Elements of one site in a vectorised run; bounds memory (8 MB in float64).
     elements_at_once: int = 2**20
 
+    #: Rows whose densities take as long as the overhead of one run of the model.
+    rows_of_run: int = 10_000
+
     #: Step size, in conditional standard deviations, and leapfrog steps of local HMC moves: a
     #: quarter of a period, with an acceptance above 0.9 up to ten dimensions.
     move_size: float = 0.4

@@ -60,7 +60,7 @@ class DataScales:
             trace = trace_once(self._model, args, self._kwargs)
             nodes = {} if trace is None else trace.nodes
             factors = {
-                name: torch.as_tensor(site["scale"]).max().item()
+                name: torch.as_tensor(site["scale"], dtype=torch.float64).max().item()
                 for name, site in nodes.items()
                 if is_data(site)
             }

@@ -181,11 +181,14 @@ def fit(
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param batches: minibatches, for instance a ``DataLoader``: tuples of the arguments that follow
         ``args``, or single arguments. The model scales each to all data by
-        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. The guide is an
-        :class:`AutoSemiImplicit` with at most 100 latent variables, an :class:`AutoEnsemble` for
-        networks of :mod:`pyro_implicit.nn`, and otherwise an ``AutoNormal``; ``refine=True`` moves
-        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`). After
-        ``torch.distributed.init_process_group`` all processes train one guide, each with its own
+        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. With at most 100 latent
+        variables, each evaluation of the log-density is a pass over all rows, and the stages are
+        **search** on a part of the rows, **gaussian**, **correct** and **refine**
+        (:doc:`/howto/minibatches`). Networks of :mod:`pyro_implicit.nn` get an
+        :class:`AutoEnsemble` that is trained by minibatches, other models an ``AutoNormal``;
+        ``refine=True`` moves its draws by stochastic gradients
+        (:func:`~pyro_implicit.mcmc.refine_by_minibatches`). After
+        ``torch.distributed.init_process_group`` all processes fit one guide, each with its own
         minibatches (``DistributedSampler``).
     :param epochs: the number of passes over ``batches`` in training, and again in chains; by
         default 10, or as many as make 2,000 steps. It replaces ``num_steps`` there.
@@ -532,10 +535,7 @@ def _fit_batches(
     refine: Literal["auto"] | bool,
     time_share: float,
 ) -> Fit:
-    """Fit by passes over minibatches, or train a guide on them.
-
-    The scales of an automatic guide start small.
-    """
+    """Fit by passes over minibatches, or train a guide; scales of an automatic one start small."""
     assert stages.batches is not None
     first, policy = stages.first_batch, stages.policy.training
 

@@ -79,7 +79,7 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         whole.num_passes = 0
         if pilot.num_units < whole.num_units:
             modes = passes.climb_all(modes)
-        result.num_modes, result.modes, result.target = len(modes.loc), modes.loc, whole
+        result.num_modes, result.modes, result.passes = len(modes.loc), modes.loc, whole
         line.outcome = f"{whole.num_passes} passes over {whole.num_units} rows"
         _use(stages, modes)
     draws, weights = passes.weigh(modes)
@@ -122,7 +122,7 @@ def _read(stream: OnePass, policy: MinibatchPolicy) -> list[tuple]:
     found, size = [], 0
     for batch in stream:
         found.append(batch)
-        size += sum(part.nbytes for part in batch if isinstance(part, Tensor))
+        size += sum(getattr(part, "nbytes", 0) for part in batch)
         if size > policy.most_bytes:
             return []
     return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
+from pyro_implicit.density.policy import GROUPS, MAX_DENSE_DIM, SEARCH, MarginalPolicy
 from pyro_implicit.diagnostics.policy import EFFORT, Thresholds
 from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy, TemperingPolicy
 from pyro_implicit.ops import LogWeights
@@ -37,6 +37,7 @@ __all__ = [
     "FitPolicy",
     "HeldOutPolicy",
     "HierarchyPolicy",
+    "MinibatchPolicy",
     "MixturePolicy",
     "NetworkPolicy",
     "Schedule",
@@ -654,9 +655,9 @@ class MinibatchPolicy(PassPolicy):
     pilot_per_dim: int = 50
 
     #: Bytes of minibatches, at most, that are read once and stay in memory, and rows to which
-    #: small ones are joined: a run of the model takes a millisecond, a row of it 0.1 microseconds.
+    #: small ones are joined.
     most_bytes: int = 2**30
-    joined_rows: int = 10_000
+    joined_rows: int = GROUPS.rows_of_run
 
     #: Nats by which two passes may differ, in the rise of the log-density over one standard
     #: deviation of each latent variable: other rows, or randomness of the model. They shift the

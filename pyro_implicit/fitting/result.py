@@ -23,6 +23,7 @@ from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.model import SubsampledError, trace_model
+from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
@@ -106,7 +107,10 @@ class Fit(Printed):
         angles at whose ends the density ends.
     :param marginal: the fit of the latent variables that remain after the others were integrated
         out, if any were; its chains and importance weights are those of this result.
-    :param draws: draws of all latent variables, if some were integrated out.
+    :param draws: draws of all latent variables, if some were integrated out, or of passes over
+        minibatches.
+    :param passes: the log-density of all rows that came in minibatches, if passes over them made
+        this result; not saved.
     :param symmetries: groups that leave the posterior unchanged, such as permutations of the
         components of a mixture. Corrected and refined draws are moved by random members.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
@@ -137,6 +141,7 @@ class Fit(Printed):
     turns: dict[str, Tensor | None] = field(default_factory=dict, repr=False)
     marginal: Fit | None = field(default=None, repr=False)
     draws: StoredDraws | None = field(default=None, repr=False)
+    passes: RowsTarget | None = field(default=None, repr=False)
     symmetries: Symmetries | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
     extrapolated: float = 0.0
@@ -185,8 +190,9 @@ class Fit(Printed):
         return on_fixed_supports(model, self.supports) if self.supports else model
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all fields; ``target`` and ``marginal`` have runs, which cannot be copied."""
-        return {one.name: getattr(self, one.name) for one in fields(self)} | {"marginal": None}
+        """Return all fields but those that have runs, which cannot be copied, and data."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return found | {"marginal": None, "passes": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set all fields, and give a guide that runs the model its model."""
@@ -298,7 +304,7 @@ class Fit(Printed):
         result = replace(self, stages=[*self.stages], interrupted=False)
         with result.stage("refine_more") as line:
             more = self.refined.more or partial(
-                continue_chains, Sampler(self.target, self.guide), chains
+                continue_chains, Sampler(self.passes or self.target, self.guide), chains
             )
             result.refined = found = more(max_seconds, max_gradients, progress)
             line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
@@ -371,7 +377,8 @@ class Fit(Printed):
         out here, too: the checks are those of the continuous ones, which have gradients.
 
         :param options: options of that function.
-        :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
+        :raises SubsampledError: if the model subsamples its data, or had them in minibatches over
+            which no passes were made.
         """
         if self.marginal is not None and self.target.sampled:
             return replace(self.marginal.diagnose(**options), extrapolated=self.extrapolated)
@@ -379,14 +386,15 @@ class Fit(Printed):
         is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
         modes = None if self.marginal is not None or is_network else self.modes
         if modes is not None and "quantities" not in options:
-            if modes.shape[-1] == self.target.latent_dim:  # others are of a marginal density
+            density = self.passes or self.target
+            if modes.shape[-1] == density.latent_dim:  # others are of a marginal density
                 known["modes"] = modes
         refined = self.refined
         if isinstance(refined, Refined) and refined.stopped == "converged" and not refined.weights:
             known["num_transitions"] = 0
         options = known | options
         draws = self._posterior(options.get("num_samples") or EFFORT.num_samples)
-        found = diagnose(self.target, draws, **options)
+        found = diagnose(self.passes or self.target, draws, **options)
         held_out = next(reversed(self.held_out.values()), None)
         return replace(found, held_out=held_out, extrapolated=self.extrapolated)
 

@@ -139,12 +139,15 @@ def _prior_and_density(
 def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
     """Return the log-density of values of all sites, with the latent variables of groups integrated
     out; None if it has other latents, or no data."""
-    if getattr(posterior, "minibatches", True):  # or no result of fit
+    passes: Target | None = getattr(posterior, "passes", None)
+    if passes is None and getattr(posterior, "minibatches", True):  # or no result of fit
         return None
     with posterior.own_parameters():
-        targets = [one.target for one in (posterior.marginal, posterior) if one is not None]
+        known = [one for one in (posterior.marginal, posterior) if one is not None]
+        targets = [one.target for one in known] if passes is None else [passes]
         target = next((one for one in targets if set(one.shapes) == set(names)), None)
-        target = target or _integrated(posterior, set(names))
+        if passes is None:
+            target = target or _integrated(posterior, set(names))
     if target is None:
         return None
 

@@ -297,13 +297,18 @@ def test_new_data_may_come_in_minibatches() -> None:
     loaders = [
         torch.utils.data.DataLoader(one, batch_size=50, shuffle=True) for one in y.split(200)
     ]
-    options = {"epochs": 100, "seed": 0, "progress": False}
+    options = {"seed": 0, "progress": False}
     first = fit(scaled, "auto", batches=loaders[0], **options)
+    log_prob = log_prob_of(first, {"x"})
+    assert log_prob is not None
+    found = log_prob({"x": torch.tensor([0.9, 1.0])}).diff()
+    expected = dist.Normal(torch.tensor([0.9, 1.0]), 1.0).log_prob(y[:200, None]).sum(0).diff()
+    torch.testing.assert_close(found, expected - (1 - 0.81) / 8, atol=1e-3, rtol=0)
     second = first.update(scaled, batches=loaders[1], **options)
     draws = second.sample(4_000)["x"]
     precision = 0.25 + 400
-    assert abs(draws.mean() - y.sum() / precision) < 0.5 / math.sqrt(precision)
-    assert abs(draws.std() * math.sqrt(precision) - 1) < 0.15
+    assert abs(draws.mean() - y.sum() / precision) < 0.06 / math.sqrt(precision)
+    assert abs(draws.std() * math.sqrt(precision) - 1) < 0.05
     with pytest.raises(ValueError, match="no observed site is scaled"):
         first.update(conjugate, batches=loaders[1], **options)
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The density of all rows as a sum over minibatches."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_implicit.density import Target
+from pyro_implicit.density.pass_target import RowsTarget
+from pyro_implicit.fitting.passes import OnePass
+from pyro_implicit.runtime.minibatches import BatchStream
+
+NUM_ROWS = 23
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_ROWS, 2, generator=generator, dtype=torch.float64)
+    return x, torch.randn(NUM_ROWS, generator=generator, dtype=torch.float64)
+
+
+def regression(power, x, y):
+    """Uses an argument that all minibatches share, and data outside of the plate."""
+    zeros = x.new_zeros(2)
+    weights = pyro.sample("weights", dist.Normal(zeros, 1.0).to_event(1))
+    noise = pyro.sample("noise", dist.LogNormal(zeros[0], 1.0))
+    pyro.sample("known", dist.Normal(weights.sum(), noise), obs=zeros[0] + 0.5)
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(x @ weights, noise**power), obs=y)
+
+
+def target_of(batches):
+    return RowsTarget(Target.of_minibatches(regression, 2.0, batch=batches[0]), batches)
+
+
+def split(*sizes):
+    return list(zip(*(part.split(sizes) for part in data()), strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(23,), (5, 7, 1, 10)])
+def test_the_density_is_that_of_all_rows(sizes):
+    """Value, score and Hessian, also if minibatches differ in size."""
+    target, whole = target_of(split(*sizes)), Target(regression, 2.0, *data())
+    points = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).double()
+    for found, expected in zip(target.derivatives(points), whole.derivatives(points), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(target.score(points), whole.score(points), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(target.sums(points), whole.log_prob(points), atol=1e-9, rtol=1e-9)
+    assert target.num_passes == 3 and target.num_units == target.num_evaluations == NUM_ROWS
+
+
+def test_centred_densities_keep_their_differences():
+    target, whole = target_of(split(11, 12)), Target(regression, 2.0, *data())
+    points = torch.randn(2, 3, generator=torch.Generator().manual_seed(1)).double()
+    target.centre(points[0])
+    expected = whole.log_prob(points)
+    torch.testing.assert_close(target.log_prob(points), expected - expected[0])
+    assert target.height(target.log_prob(points[1:])) == pytest.approx(expected[1].item())
+
+
+def test_missing_rows_are_scaled_to_the_size_of_the_plate():
+    """The likelihood of 15 rows, whose plate has 23, counts 23 / 15 times; the prior once."""
+    x, y = data()
+    target, point = target_of([(x[:10], y[:10]), (x[10:15], y[10:15])]), torch.zeros(1, 3).double()
+    rows = dist.Normal(0.0, 1.0).log_prob(y)
+    prior = Target(regression, 2.0, x, y).log_prob(point) - rows.sum()
+    expected = prior + NUM_ROWS / 15 * rows[:15].sum()
+    torch.testing.assert_close(target.log_prob(point), expected)
+
+
+def test_impossible_points():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 4, subsample_size=len(y)):
+            pyro.sample("y", dist.Uniform(-1.0, x.exp()), obs=y)
+
+    batches = [(torch.full((2,), 0.5),), (torch.full((2,), 2.0),)]
+    target = RowsTarget(Target.of_minibatches(model, batch=batches[0]), batches)
+    log_prob, score = target.score(torch.tensor([[0.0], [1.0]]))
+    assert log_prob.isfinite().tolist() == [False, True] and score.isfinite().all()
+
+
+def test_each_pass_has_all_rows():
+    """An iteration that ends early leaves a shuffled loader within a pass."""
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True)
+    batches = OnePass(BatchStream(loader))
+    for _ in range(3):
+        for index, _ in enumerate(batches):
+            if index == 2:
+                break
+        assert torch.cat([rows for (rows,) in batches]).sort().values.tolist() == list(range(20))

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit(batches=...)`` with few latent variables: passes over all rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from pyro_implicit import fit
+from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.fitting import Fit, FitPolicy, MinibatchPolicy, passes
+from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
+
+QUIET = {"seed": 0, "progress": False}
+NUM_ROWS, DIM = 1500, 6
+POLICY = MinibatchPolicy(num_starts=2, search_rounds=1)
+QUICK = FitPolicy(minibatch=POLICY)
+
+
+def correlated(num_rows=NUM_ROWS):
+    """Columns that are nearly equal: the condition number of the posterior is about 5,000."""
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(num_rows, 1, generator=generator)
+    x = common + torch.randn(num_rows, DIM, generator=generator) * torch.logspace(-1.8, 0, DIM)
+    return x, x.sum(-1) + torch.randn(num_rows, generator=generator)
+
+
+def linear(x, y):
+    weights = pyro.sample("weights", dist.Normal(torch.zeros(DIM), 3.0).to_event(1))
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(x @ weights, 1.0), obs=y)
+
+
+def exact_posterior():
+    x, y = (part.double() for part in correlated())
+    precision = x.mT @ x + torch.eye(DIM).double() / 9
+    covariance = torch.linalg.inv(precision)
+    return covariance @ (x.mT @ y), covariance
+
+
+def loader(*tensors, **options):
+    return DataLoader(TensorDataset(*tensors), batch_size=64, **options)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return fit(linear, batches=loader(*correlated(), shuffle=True), policy=QUICK, **QUIET)
+
+
+def test_a_correlated_posterior(found):
+    """Exact draws; minibatches of 64 rows are joined, so that a pass runs the model once."""
+    mean, covariance = exact_posterior()
+    draws = found.sample(8000)["weights"].double()
+    sds = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - mean) / sds).abs().max() < 0.05
+    whitened = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(covariance), (draws - mean).mT, upper=False
+    )
+    torch.testing.assert_close(whitened.cov(), torch.eye(DIM).double(), atol=0.08, rtol=0)
+    assert isinstance(found.guide, AutoImplicit) and found.chosen == "gaussian"
+    assert [stage.name for stage in found.stages] == ["search", "gaussian", "correct"]
+    assert len(list(found.passes.batches)) == 1 and found.passes.num_units == NUM_ROWS
+
+
+def test_the_guide_has_the_moments(found):
+    mean, covariance = exact_posterior()
+    torch.manual_seed(0)
+    draws = found.guide.sample_posterior(4000)["weights"].double()
+    sds = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - mean) / sds).abs().max() < 0.08
+    assert (draws.std(0) / sds - 1).abs().max() < 0.08
+
+
+def test_the_result_is_diagnosed(found):
+    assert found.diagnose().verdict == "trust"
+
+
+def test_functions_that_read_all_data_refuse(found):
+    for ask in (lambda: found.target, found.sensitivity):
+        with pytest.raises(SubsampledError, match="fitted by minibatches"):
+            ask()
+
+
+def test_predictions_and_files(found, tmp_path):
+    x, y = correlated()
+    new = Predictive(linear, guide=found.posterior, num_samples=20)(x[:5], None)["y"]
+    assert new.shape == (20, 5)
+    found.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", linear)
+    pyro.set_rng_seed(0)
+    first = found.sample(10)["weights"]
+    pyro.set_rng_seed(0)
+    torch.testing.assert_close(loaded.sample(10)["weights"], first)
+    with pytest.raises(SubsampledError, match="fitted by minibatches.*Cure: diagnose"):
+        loaded.diagnose()
+
+
+def test_rows_of_a_loader_that_draws_them_are_trained():
+    """Passes of a weighted sampler have other rows each time, so that no density is known."""
+    x, y = correlated()
+    sampler = WeightedRandomSampler(torch.ones(NUM_ROWS), NUM_ROWS)
+    batches = loader(x, y, sampler=sampler)
+    result = fit(linear, batches=batches, epochs=1, policy=QUICK, **QUIET)
+    assert isinstance(result.guide, AutoSemiImplicit) and len(result.losses) == 24
+    reason = r"1 mode of \d+ rows; two passes differ by [\d.]+ nats: a guide is trained by minib"
+    assert re.match(reason, result.stages[0].outcome)
+
+
+def test_parameters_of_the_model_are_trained():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    result = fit(model, batches=torch.ones(40).split(10), epochs=2, policy=QUICK, **QUIET)
+    assert isinstance(result.guide, AutoSemiImplicit) and len(result.losses) == 8
+
+
+def test_guides_of_random_models_are_trained():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0)) + torch.randn(()) / 10
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="the model is random beyond its latents"):
+        result = fit(model, batches=torch.ones(40).split(10), epochs=2, policy=QUICK, **QUIET)
+    assert isinstance(result.guide, AutoSemiImplicit) and len(result.losses) == 8
+    assert "the model is random beyond its latents" in str(result.stages[0].error)
+
+
+def test_without_time_for_passes_a_guide_is_trained():
+    policy = FitPolicy(minibatch=replace(POLICY, least_passes=10**9))
+    options = {"epochs": 1, "max_seconds": 100.0, "policy": policy}
+    result = fit(linear, batches=loader(*correlated()), **options, **QUIET)
+    assert "max_seconds is too short for passes over all rows" in result.stages[0].outcome
+    assert len(result.losses) == 24
+
+
+def test_minibatches_that_do_not_fit_into_memory_are_read_in_each_pass():
+    reads = 0
+
+    class Loader:
+        def __len__(self):
+            return 24
+
+        def __iter__(self):
+            nonlocal reads
+            reads += 1
+            x, y = correlated()
+            return iter(list(zip(x.split(64), y.split(64), strict=True)))
+
+    policy = FitPolicy(minibatch=replace(POLICY, most_bytes=1))
+    result = fit(linear, batches=Loader(), policy=policy, **QUIET)
+    num_passes, before = result.passes.num_passes, reads
+    mean, covariance = exact_posterior()
+    shift = (result.sample(8000)["weights"].mean(0) - mean) / covariance.diagonal().sqrt()
+    assert shift.abs().max() < 0.05 and num_passes > 3
+    result.passes.sums(result.modes)
+    assert reads == before + 1
+
+
+def test_minibatches_of_other_meaning_are_not_joined():
+    """A fixed scale is that of a minibatch, and rows may enter by their mean."""
+    y = torch.randn(60, generator=torch.Generator().manual_seed(0)) + 1
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with poutine.scale(scale=6.0), pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    result = fit(model, batches=y.split(10), policy=QUICK, **QUIET)
+    assert len(list(result.passes.batches)) == 6
+    draws, precision = result.sample(8000)["w"], 61
+    assert (draws.mean() - y.sum() / precision).abs() * precision**0.5 < 0.05
+    assert draws.std() * precision**0.5 == pytest.approx(1.0, abs=0.04)
+
+
+def test_arguments_that_minibatches_share():
+    """One has as many elements as a minibatch has rows."""
+    y = torch.randn(30, generator=torch.Generator().manual_seed(0))
+
+    def model(y, scales):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 30, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(w, scales.mean()), obs=y)
+
+    for size in (7, 10):
+        scales = torch.arange(1.0, size + 1) / (size + 1)
+        batches = [(part, scales) for part in y.split(10)]
+        result = fit(model, batches=batches, policy=QUICK, **QUIET)
+        precision = 1 + 30 / 0.25
+        draws = result.sample(8000)["w"]
+        assert (draws.mean() - y.sum() / 0.25 / precision).abs() * precision**0.5 < 0.05
+        assert draws.std() * precision**0.5 == pytest.approx(1.0, abs=0.04)
+
+
+def skewed(y):
+    shape = pyro.sample("shape", dist.Exponential(1.0))
+    scale = pyro.sample("scale", dist.Exponential(1.0))
+    with pyro.plate("rows", 8, subsample_size=len(y)):
+        pyro.sample("y", dist.Gamma(shape, 1 / scale), obs=y)
+
+
+@pytest.mark.parametrize("refine", ["auto", True, False])
+def test_chains_follow_uneven_weights(refine):
+    y = torch.tensor([0.1, 0.5, 0.7, 0.9, 1.4, 2.0, 3.0, 5.0])
+    poor = replace(POLICY, max_khat=1.0 if refine is True else -1.0)
+    options = {"refine": refine, "policy": FitPolicy(minibatch=poor)}
+    result = fit(skewed, batches=y.split(2), **options, **QUIET)
+    assert (result.refined is not None) == (refine is not False)
+    shape = result.sample(2000)["shape"].log()
+    exact = fit(skewed, "auto", y, seed=1, progress=False).sample(8000)["shape"].log()
+    assert (shape.mean() - exact.mean()).abs() < 0.1 * exact.std()
+    assert result.diagnose().verdict in ("trust", "check")
+    if refine == "auto":
+        more = result.refine_more(max_gradients=20, progress=False)
+        assert more.refined.num_gradients > result.refined.num_gradients
+    if refine is False:
+        assert result.draws.doubts and "importance weights: k-hat" in result.draws.doubts[0]
+
+
+def test_too_many_rows_for_chains_are_named():
+    few = replace(POLICY, max_khat=-1.0, most_chained=7)
+    message = r"posterior of the latent variables is far from normal .* 8 rows would take too long"
+    with pytest.warns(UserWarning, match=message + ".*Cure"):
+        result = fit(
+            skewed, batches=torch.ones(8).split(2), policy=FitPolicy(minibatch=few), **QUIET
+        )
+    assert result.refined is None and not result.draws.settled
+
+
+def test_two_modes_have_their_shares():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.3, 2.0))
+        with pyro.plate("rows", 50, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(w.abs(), 1.0), obs=y)
+
+    y = torch.full((50,), 2.0)
+    result = fit(model, batches=y.split(10), policy=QUICK, **QUIET)
+    assert isinstance(result.guide, AutoMixture) and result.num_modes == 2
+    share = (result.sample(8000)["w"] > 0).double().mean().item()
+    # The prior's densities at 2 and -2 have the ratio exp(2 * 2 * .3 / 2 ** 2).
+    assert share == pytest.approx(1 / (1 + math.exp(-0.3)), abs=0.02)
+    torch.manual_seed(0)
+    share = (result.guide.sample_posterior(4000)["w"] > 0).double().mean().item()
+    assert share == pytest.approx(1 / (1 + math.exp(-0.3)), abs=0.04)
+
+
+def test_held_out_rows_are_scored():
+    x, y = correlated()
+    options = {"batches": loader(x, y), "validation": loader(x[:100], y[:100]), "policy": QUICK}
+    result = fit(linear, **options, **QUIET)
+    score = float(re.search(r"held-out NLL ([\d.]+)", result.stages[-1].outcome)[1])
+    draws = result.sample(500)["weights"]
+    expected = -dist.Normal(x[:100] @ draws.mT, 1.0).log_prob(y[:100, None]).logsumexp(-1).mean()
+    assert score == pytest.approx(expected.item() + math.log(500), abs=0.01)
+
+
+def test_interrupted_it_keeps_the_gaussian(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(passes, "_log_weights", interrupt)
+    result = fit(linear, batches=loader(*correlated()), policy=QUICK, **QUIET)
+    assert result.interrupted and result.sample(3)["weights"].shape == (3, DIM)
