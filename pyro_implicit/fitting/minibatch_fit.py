@@ -31,6 +31,7 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import num_rows
 
 __all__ = ["fit_by_passes"]
@@ -73,6 +74,12 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         if whole is None:
             line.outcome += f"; {reason}: a guide is trained by minibatches instead"
     if whole is None or modes is None:
+        if getattr(stages.batches.batches, "drop_last", False):
+            warn_user(
+                "a guide is trained by minibatches, whose draws nothing checks: with "
+                "drop_last=True each pass leaves out other rows, so that passes do not determine "
+                "the posterior. Cure: drop_last=False"
+            )
         return False
     passes = PassStages(stages, whole, policy, "the latent variables")
     with result.stage("gaussian") as line:

@@ -115,6 +115,13 @@ def test_rows_of_a_loader_that_draws_them_are_trained():
     assert re.match(reason, result.stages[0].outcome)
 
 
+def test_rows_that_a_loader_leaves_out_are_named():
+    batches = loader(*correlated(), shuffle=True, drop_last=True)
+    with pytest.warns(UserWarning, match="leaves out other rows.* Cure: drop_last=False"):
+        result = fit(linear, batches=batches, epochs=1, policy=QUICK, **QUIET)
+    assert isinstance(result.guide, AutoSemiImplicit)
+
+
 def test_parameters_of_the_model_are_trained():
     def model(y):
         w = pyro.sample("w", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))

@@ -84,6 +84,12 @@ def uneven_score(rank):
     return torch.tensor(HeldOut(model, [(x[rows], y[rows])])(guide))
 
 
+def draws_by_passes(rank):
+    """Draws of the automatic fit, whose passes add up the minibatches of all processes."""
+    result = fit(model, batches=list(parts(rank)), seed=0, progress=False)
+    return result.sample(8000)["weight"], result.passes.num_units
+
+
 def refusal(*args, **kwargs):
     pyro.clear_param_store()
     with pytest.raises((TypeError, ValueError)) as caught:
@@ -100,7 +106,7 @@ def work(rank, folder):
         refusal(with_param, AutoNormal(model), batches=batches),
         refusal(model, AutoSemiImplicit(model), batches=batches, loss=AVB_ELBO(2)),
     ]
-    torch.save((found, messages, uneven_score(rank)), folder / f"{rank}.pt")
+    torch.save((found, messages, uneven_score(rank), draws_by_passes(rank)), folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +165,14 @@ def test_a_distributed_sampler_shuffles_anew_in_each_epoch():
     assert epochs() == then
     stream.restore(state)
     assert epochs() == first
+
+
+def test_passes_have_the_rows_of_all_processes(folder):
+    x, y = data()
+    covariance = torch.linalg.inv(x.mT @ x + torch.eye(3))
+    mean, sds = covariance @ (x.mT @ y), covariance.diagonal().sqrt()
+    for rank in range(2):
+        draws, num_rows = load(folder, rank)[3]
+        assert num_rows == NUM_ROWS
+        torch.testing.assert_close(draws.mean(0), mean, atol=0.05 * sds.min().item(), rtol=0)
+        torch.testing.assert_close(draws.std(0), sds, atol=0, rtol=0.05)
