@@ -73,13 +73,7 @@ def _fit(stages: Stages) -> Fit:
         modes = passes.climb_all(modes)
         result.num_modes = len(modes.loc)
         line.outcome = f"{target.num_passes} passes over {target.num_units} groups"
-        full = groups.full_size
-        if abs(target.num_units / full - 1) > policy.max_missing:
-            warn_user(
-                f"the minibatches have {target.num_units} groups, but plate '{groups.plate}' has "
-                f"{full}: the posterior is as narrow as that of {full} groups. Cure: all "
-                f"groups in batches=, or pyro.plate('{groups.plate}', {target.num_units}, ...)"
-            )
+        passes.warn_of_missing(groups.plate, groups.full_size)
     draws, log_weights = passes.weigh(modes)
     if log_weights is not None and not policy.accepts(log_weights):
         refined = passes.refine(draws, log_weights)

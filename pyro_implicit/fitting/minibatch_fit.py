@@ -88,6 +88,9 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
             modes = passes.climb_all(modes)
         result.num_modes, result.modes, result.passes = len(modes.loc), modes.loc, whole
         line.outcome = f"{whole.num_passes} passes over {whole.num_units} rows"
+        if target.subsampled is not None:
+            name, _, full_size = target.subsampled
+            passes.warn_of_missing(name, full_size)
         _use(stages, modes)
     draws, weights = passes.weigh(modes)
     is_sound = weights is not None and policy.accepts(weights)

@@ -82,6 +82,16 @@ class PassStages:
     def __init__(self, stages: Stages, target: PassTarget, policy: PassPolicy, what: str) -> None:
         self.stages, self.target, self.policy, self.what = stages, target, policy, what
 
+    def warn_of_missing(self, plate: str, full_size: int) -> None:
+        """Warn if minibatches have another number of rows or groups than their plate."""
+        number, unit = self.target.num_units, self.target.unit
+        if abs(number / full_size - 1) > self.policy.max_missing:
+            warn_user(
+                f"the minibatches have {number} {unit}, but plate '{plate}' has {full_size}: the "
+                f"posterior is as narrow as that of {full_size} {unit}. Cure: all {unit} in "
+                f"batches=, or pyro.plate('{plate}', {number}, ...)"
+            )
+
     def climb_all(self, modes: Modes) -> Modes:
         """Climb from each mode of the pilot; merge equal modes, drop ones far below the best."""
         found: list[tuple[Tensor, Tensor, float]] = []

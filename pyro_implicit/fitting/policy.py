@@ -594,6 +594,10 @@ class PassPolicy:
     search_rounds: int = 2
     search_iterations: int = 40
 
+    #: Share of the rows or groups that minibatches may lack without a warning (``drop_last``). The
+    #: others count for them, so that standard deviations are too small by half of this share.
+    max_missing: float = 0.02
+
     #: Passes to climb to a mode, at most; from the mode of the first search it takes 3.
     max_passes: int = 30
 
@@ -692,10 +696,6 @@ class HierarchyPolicy(PassPolicy):
     #: Shift of the posterior in standard deviations, by a change to other nodes, up to which nodes
     #: suffice. A tenth would be visible.
     max_shift: float = 0.02
-
-    #: Share of the groups that minibatches may lack without a warning (``drop_last``). The others
-    #: count for them, so that standard deviations are too small by half of this share.
-    max_missing: float = 0.02
 
     def rules(self, num_latents: int) -> Iterator[tuple[NormalRule, list[NormalRule]]]:
         """Yield rules from cheap to expensive, each with those to compare it with.

@@ -156,7 +156,7 @@ def test_the_marginal_posterior_and_its_derivatives():
         second = by_hand.hessian(lambda point: log_prob(point).sum(), one)
         torch.testing.assert_close(hessian[row], second.reshape(2, 2))
     torch.testing.assert_close(target.score(point)[1], score)
-    assert target.num_groups == len(x)
+    assert target.num_units == len(x)
     target.centre(point[0])
     centred = target.log_prob(point)
     torch.testing.assert_close(centred - centred[0], exact - exact[0])

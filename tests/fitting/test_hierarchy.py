@@ -19,14 +19,9 @@ from torch import distributed
 from pyro_implicit import diagnose, fit
 from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
-from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy, hierarchy
-from pyro_implicit.fitting.hierarchy import (
-    _choose_rule,
-    _climb_all,
-    _log_weights,
-    _moved,
-    _weigh,
-)
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy, passes
+from pyro_implicit.fitting.hierarchy import _choose_rule
+from pyro_implicit.fitting.passes import PassStages, _log_weights, _moved
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import NormalRule
@@ -153,7 +148,7 @@ def test_cheap_weights_replace_even_ones_of_skewed_posteriors():
 def test_points_are_mirrored_pairs_that_seeds_scramble():
     modes = Modes(torch.zeros(1, 2), torch.eye(2).unsqueeze(0), torch.zeros(1))
     torch.manual_seed(0)
-    first, second = hierarchy._sobol(modes, 64)[0], hierarchy._sobol(modes, 64)[0]
+    first, second = passes._sobol(modes, 64)[0], passes._sobol(modes, 64)[0]
     assert not torch.isclose(first, second).any()
     torch.testing.assert_close(first[::2], -first[1::2])
 
@@ -267,8 +262,8 @@ def test_modes_far_below_the_best_are_dropped():
     y = torch.full((3,), 4.0)
     target = MarginalTarget(Groups(model, (y,)), [(y,)])
     modes = Modes(torch.tensor([[1.9], [-1.9]]), torch.ones(2, 1, 1), torch.zeros(2))
-    stages = SimpleNamespace(policy=FitPolicy(), limit=TimeLimit(None))
-    found = _climb_all(target, modes, stages)
+    stages = SimpleNamespace(limit=TimeLimit(None))
+    found = PassStages(stages, target, HierarchyPolicy(), "x").climb_all(modes)
     assert found.loc.shape == (1, 1) and found.loc.item() == pytest.approx(2.0, abs=0.01)
 
 
@@ -281,7 +276,7 @@ def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrup
         known = {"stopped": "interrupted", "settled": False, "drift": None, "num_gradients": 9}
         return SimpleNamespace(get_samples=lambda: draws, **known)
 
-    monkeypatch.setattr(hierarchy, "refine_target", refine_target)
+    monkeypatch.setattr(passes, "refine_target", refine_target)
     policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))  # weights never suffice
     options = {"amortize": "conditional", "seed": 0, "progress": False, "policy": policy}
     expected = contextlib.nullcontext()
@@ -354,26 +349,25 @@ def test_weights_double_while_there_is_time(doublings, number):
 def test_weights_that_max_seconds_ends_are_named():
     target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)])
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
-    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(3), result=Fit())
+    stages = SimpleNamespace(limit=Clock(3), result=Fit())
     with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
-        draws, found = _weigh(stages, target, modes)
-    assert len(draws) == FitPolicy().hierarchy.num_draws and found is None
+        draws, found = PassStages(stages, target, HierarchyPolicy(), "x").weigh(modes)
+    assert len(draws) == HierarchyPolicy().num_draws and found is None
     assert target.num_evaluations == 8 * 9
-    stages.policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-9.0))
     stages.limit = Clock(3)
     with pytest.warns(UserWarning, match="after 64 weights .* may be wrong. Cure: a larger max_s"):
-        _weigh(stages, target, modes)
+        PassStages(stages, target, HierarchyPolicy(max_khat=-9.0), "x").weigh(modes)
 
 
 @pytest.mark.parametrize(("questions", "number"), [(0, 0), (1, 32)])
 def test_without_time_for_weights_the_draws_are_those_of_the_gaussian(questions, number):
     target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)])
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
-    stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(questions), result=Fit())
+    stages = SimpleNamespace(limit=Clock(questions), result=Fit())
     with pytest.warns(
         UserWarning, match="left no time for importance weights.* larger max_seconds"
     ):
-        draws, found = _weigh(stages, target, modes)
+        draws, found = PassStages(stages, target, HierarchyPolicy(), "x").weigh(modes)
     assert found is None and target.num_passes == (2 if number else 0)  # one passes to centre
     torch.testing.assert_close(draws.mean(0), modes.loc[0], atol=0.01, rtol=0)
     torch.testing.assert_close(draws.std(0), torch.full((2,), 3.0), atol=0.01, rtol=0)
@@ -383,13 +377,13 @@ def test_without_time_for_weights_the_draws_are_those_of_the_gaussian(questions,
 
 
 def test_the_number_of_weights_depends_on_nodes_and_groups():
-    policy = FitPolicy(hierarchy=HierarchyPolicy(most_evaluations=8 * 9 * 256.0))
+    policy = HierarchyPolicy(most_evaluations=8 * 9 * 256.0)
     modes = Modes(torch.tensor([[5.0, 1.0]]), 3 * torch.eye(2).unsqueeze(0), torch.zeros(1))
     for num_nodes, number in ((9, 256), (18, 128)):
         rule = NormalRule(num_nodes)
         target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)], rule)
-        stages = SimpleNamespace(policy=policy, limit=Clock(99), result=Fit())
-        assert len(_weigh(stages, target, modes)[1]) == number
+        stages = SimpleNamespace(limit=Clock(99), result=Fit())
+        assert len(PassStages(stages, target, policy, "x").weigh(modes)[1]) == number
 
 
 def test_a_model_of_groups_alone_is_refused():

@@ -122,6 +122,13 @@ def test_rows_that_a_loader_leaves_out_are_named():
     assert isinstance(result.guide, AutoSemiImplicit)
 
 
+def test_rows_that_all_passes_lack_are_named():
+    few = list(zip(*(part.split(350) for part in correlated()), strict=True))[:-1]
+    with pytest.warns(UserWarning, match="have 1400 rows, but plate 'rows' has 1500.*Cure"):
+        result = fit(linear, batches=few, policy=QUICK, **QUIET)
+    assert result.passes.num_units == 1400
+
+
 def test_parameters_of_the_model_are_trained():
     def model(y):
         w = pyro.sample("w", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))
