@@ -19,7 +19,8 @@ from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import ChainPolicy, refine, teach
+from pyro_implicit.mcmc import ChainPolicy, chain_number, refine, teach
+from pyro_implicit.mcmc import chains as chains_module
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.policy import StoppingPolicy
@@ -105,6 +106,12 @@ def two_ridges():
 RIDGE = torch.tensor([[1.0, 0.999], [0.999, 1.0]])
 
 
+def time_scores(monkeypatch, seconds):
+    """Replace the measured seconds of a score of some chains by a function of their number."""
+    for module in (chain_number, chains_module):
+        monkeypatch.setattr(module, "seconds_of", lambda score, white: seconds(len(white)))
+
+
 def walk(*args, **options):
     return refine_target(ChainSetup(*args, **options))
 
@@ -113,9 +120,7 @@ def walk(*args, **options):
 def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     """A diagonal frame and short trajectories on a ridge: chains diffuse."""
     timed = []
-    monkeypatch.setattr(
-        WindowedChains, "_seconds_of", lambda self, number: timed.append(number) or float(number)
-    )
+    time_scores(monkeypatch, lambda number: timed.append(number) or float(number))
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(256, 2) + 0.5})
     torch.manual_seed(0)
     found = walk(sampler, 256, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
@@ -135,11 +140,12 @@ def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch,
     sampler = Sampler(Target(ridge), {"x": torch.randn(256, 2)})
     chains = walk(sampler, 256, 200, policy=STRICT).chains
     spent = chains.gradients - chains.warmup_gradients
-    chains.last_drift = chains.last_drift._replace(r_hat=math.sqrt(1 + 3 * (1.1**2 - 1)))
+    drift = chains.convergence.drift._replace(r_hat=math.sqrt(1 + 3 * (1.1**2 - 1)))
+    chains.convergence.drift = drift
     left, chains.patience = round(3 * spent / needed), 1.0
     chains.max_gradients = before = chains.gradients + left
     thinned = []
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: float(number))
+    time_scores(monkeypatch, float)
     monkeypatch.setattr(WindowedChains, "_thin_out", lambda self, *args: thinned.append(args[0]))
     chains._adapt_number()
     assert thinned == ([64] if needed > 2 else [])
@@ -149,7 +155,7 @@ def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch,
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
     """Chains of two modes never meet; those of one mode with long memory keep their space."""
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     asked = []
 
     def refitted(self, latent, anew=False):
@@ -173,7 +179,7 @@ def test_long_memory_leads_to_longer_trajectories(monkeypatch, is_at_limit):
     """If fewer chains would cost as much, and trajectories are as long as they may be. Each
     transition counts as a second."""
     monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     if not is_at_limit:
         monkeypatch.setattr(ChEES, "is_at_limit", False)
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
@@ -189,7 +195,7 @@ def test_patience_ends(monkeypatch):
     """Chains that stay unusable double their gradients until the seconds are spent."""
     spent = []
     monkeypatch.setattr(time, "process_time", lambda: spent.append(0) or 0.01 * len(spent))
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     found = walk(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
@@ -199,7 +205,7 @@ def test_patience_ends(monkeypatch):
 
 def test_an_extended_budget_ends_once_errors_are_usable(monkeypatch):
     monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     limits = StoppingPolicy(max_usable_error=0.06, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     torch.manual_seed(0)
