@@ -16,17 +16,11 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.checks import (
-    refuse_moving_supports,
-)
-from pyro_implicit.density.checks.observations import (
-    refuse_missing_data,
-)
+from pyro_implicit.density.checks import refuse_moving_supports
+from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.coordinates import Coordinates
 from pyro_implicit.density.cost import FusedDensity, seconds_near, suits_one_thread
-from pyro_implicit.density.discrete import (
-    Elements,
-)
+from pyro_implicit.density.discrete import Elements
 from pyro_implicit.density.improper import refuse_improper
 from pyro_implicit.density.initial_run import InitialRun, prior_run
 from pyro_implicit.density.model import (
@@ -40,10 +34,7 @@ from pyro_implicit.density.model_runs import ModelRuns
 from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
-from pyro_implicit.runtime.sites import (
-    innermost,
-    unplated_dims,
-)
+from pyro_implicit.runtime.sites import innermost, unplated_dims
 
 __all__ = ["Target"]
 
