@@ -260,8 +260,9 @@ def test_a_limit_that_ends_the_warm_up():
     assert "max_seconds" in str(result) and result.stuck == 0
     found = diagnose(regression, result, X, Y, progress=False)
     assert found.verdict != "trust" and "max_seconds" in str(found)
-    more = result.refine_more(max_gradients=400, progress=False)
+    more, again = (result.refine_more(max_gradients=400, progress=False) for _ in range(2))
     assert more.warmup_gradients > 0 and more.num_draws >= 12
+    assert more.get_samples()["rate"].equal(again.get_samples()["rate"])
 
 
 class Clock:
