@@ -205,8 +205,8 @@ class WindowedChains(Chains):
         that have spent their budget get more of it (``_goes_on``). Both may start another warm-up
         in a space that is made from the draws.
         """
-        found = self.convergence
-        if self.phase == "sampling" and found.schedule(self.history.seen, self.policy.stopping):
+        found, limits = self.convergence, self.policy.stopping
+        if self.phase == "sampling" and found.schedule(self.history.seen, limits):
             self._look()
             if self.ends_apart and self.is_apart:
                 return "max_gradients"
@@ -225,9 +225,10 @@ class WindowedChains(Chains):
         if end is None or not self.has_draws:
             return end
         self._look()
-        if end == "max_gradients" and found.settled is None and self._goes_on():
+        settled = self.convergence.settled
+        if end == "max_gradients" and settled is None and self._goes_on():
             return None
-        return found.settled or end
+        return settled or end
 
     @property
     def is_apart(self) -> bool:
@@ -268,8 +269,10 @@ class WindowedChains(Chains):
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         self._is_extended = True
         latents = self._pool()
-        if (again := self.current_space.refitted(latents)) is not None:
-            self._warm_up_again(self.points, latents, again)
+        again = self.current_space.refitted(latents) if self._may_warm_up_again else None
+        if again is not None:
+            self._move_to(self.points, latents, again)
+            self._warm_up_again()
         return True
 
     def _adapt_number(self) -> None:
@@ -279,7 +282,7 @@ class WindowedChains(Chains):
         Chains that stay apart get a space that is made anew from their draws. The first one may be
         made where a guide has left them, far from the posterior (``volatility_2500``).
         """
-        if self.patience <= 0 or self._adapted_number:
+        if self.patience <= 0 or self._adapted_number or not self._may_warm_up_again:
             return
         assert self.convergence.drift is not None
         spent, left = self.gradients - self.warmup_gradients, self.max_gradients - self.gradients
@@ -294,20 +297,27 @@ class WindowedChains(Chains):
         if self.convergence.drift.r_hat > self.policy.space.remade_r_hat:
             again = self.current_space.refitted(latents, anew=True)
         if again is not None:
-            self._warm_up_again(self.points, latents, again)
+            self._move_to(self.points, latents, again)
         number, seconds = cheapest_number(self._score, self.state.position, self.policy)
         if number < len(self.state.position) or is_too_short:
-            again = self.current_space.refitted(latents) if again is None else None
-            self._thin_out(number, latents, again)
+            points = self.points[torch.randperm(len(self.points))[:number]]
+            if again is None:
+                self._move_to(points, latents, self.current_space.refitted(latents))
+            else:  # the frame is that of the same draws
+                self._place(points)
+            longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
+            self.adaptation = self.adaptation.limited(longest)
         elif again is None:
             return
+        self._warm_up_again()
         self.max_gradients = self.gradients + math.ceil(max(0.0, left) * before / seconds)
 
-    def _thin_out(self, number: int, latents: Tensor, again: Space | None) -> None:
-        points = self.points[torch.randperm(len(self.points))[:number]]
-        longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
-        self.adaptation = self.adaptation.limited(longest)
-        self._warm_up_again(points, latents, again)
+    @property
+    def _may_warm_up_again(self) -> bool:
+        """Whether ``max_seconds`` leaves time for another warm-up and draws, which replace all
+        earlier draws."""
+        warmup, draws = self.policy.warmup, self.policy.stopping.least_draws
+        return self._affordable() > warmup.least_gradients + warmup.tuning + draws
 
     def _in_parts(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """Evaluate a function at as many points at a time as there are chains, to save memory."""
@@ -318,22 +328,29 @@ class WindowedChains(Chains):
         latents = self.history.draws().flatten(0, 1)
         return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
 
-    def _warm_up_again(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
-        """Begin again at points, in the frame of earlier draws and possibly another space."""
+    def _move_to(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
+        """Put the chains at points, in the frame of earlier draws and possibly another space."""
         moved = None if space is None else space.to_points(self.current_space.to_latent(points))
         if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
             points = moved
             self._space, self.middle, self.fitted = space, space.middle, space.fitted
         pool = self._in_parts(self.current_space.to_points, latents)
         self.frame = self._frame_of(pool, self.frame_kind)
+        self._place(points)
+
+    def _place(self, points: Tensor) -> None:
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
+
+    def _warm_up_again(self) -> None:
+        """Begin the last window of another warm-up, from the space and frame of now."""
         self.adaptation = self.adaptation.unfrozen()
+        # Draws of chains that had not converged would only bias those of the new ones.
         self.history = History(self.history.capacity)
+        self.convergence = Convergence(self.policy.stopping.first_check)
         self.warmup = WarmUp(
             self.policy.warmup.least_windows - 1, self.gradients, self.seconds, self.cpu_seconds
         )
-        self.phase, self.convergence.next_check = "warm-up", self.policy.stopping.first_check
-        self.acceptance = self.failed = 0.0
+        self.phase, self.acceptance, self.failed = "warm-up", 0.0, 0.0
         self.start()
 
     def continued(self, max_seconds: float | None, max_gradients: int | None) -> WindowedChains:
@@ -399,7 +416,7 @@ class WindowedChains(Chains):
             self.kernel, is_new = "slice", True
             self.adaptation = slice_sampling.adaptation(self.policy, self.adaptation.max_gradients)
         window.next_window(is_right)
-        self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
+        self._place(points)
         self.gradients += 1
         self.start()
         is_final = settled and is_right and not (is_new or is_moved)

@@ -112,6 +112,11 @@ def time_scores(monkeypatch, seconds):
         monkeypatch.setattr(module, "seconds_of", lambda score, white: seconds(len(white)))
 
 
+def counted(calls, name, function):
+    """Return a function that appends its name to the calls."""
+    return lambda *args: calls.append(name) or function(*args)
+
+
 def walk(*args, **options):
     return refine_target(ChainSetup(*args, **options))
 
@@ -146,7 +151,9 @@ def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch,
     chains.max_gradients = before = chains.gradients + left
     thinned = []
     time_scores(monkeypatch, float)
-    monkeypatch.setattr(WindowedChains, "_thin_out", lambda self, *args: thinned.append(args[0]))
+    monkeypatch.setattr(
+        WindowedChains, "_warm_up_again", lambda self: thinned.append(len(self.state.position))
+    )
     chains._adapt_number()
     assert thinned == ([64] if needed > 2 else [])
     assert chains.max_gradients == before + (3 * left if needed > 2 else 0)
@@ -172,6 +179,40 @@ def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
     found = walk(sampler, 64, 300, **options)
     assert any(asked) == is_apart and asked.count(True) <= 1
     assert found.chains.gradients > found.chains.warmup_gradients > 120
+
+
+def test_a_new_space_and_fewer_chains_take_one_warm_up(monkeypatch):
+    """The frame in which the number is chosen is that of the warm-up."""
+    time_scores(monkeypatch, float)
+    monkeypatch.setattr(Space, "refitted", lambda self, _, anew=False: copy.copy(self))
+    start = torch.randn(256, 1) + 0.03 * torch.randn(256, 2)
+    start[::2] -= 40.0
+    chains = walk(Sampler(Target(two_ridges), {"x": start}), 256, 200, policy=STRICT).chains
+    calls = []
+    for owner, name in ((chains_module, "frame_at"), (WindowedChains, "start")):
+        monkeypatch.setattr(owner, name, counted(calls, name, getattr(owner, name)))
+    chains.patience = 1.0
+    chains._adapt_number()
+    assert (len(chains.state.position), calls) == (64, ["frame_at", "start"])
+    assert chains.state.log_density.isfinite().all() and chains.phase == "warm-up"
+
+
+@pytest.mark.parametrize("left", [0.0, 1.0])
+@pytest.mark.parametrize("step", ["_adapt_number", "_goes_on"])
+def test_draws_stay_if_time_is_too_short_for_another_warm_up(monkeypatch, step, left):
+    """It would replace them by the last positions of a warm-up."""
+    time_scores(monkeypatch, float)
+    monkeypatch.setattr(Space, "refitted", lambda self, _, anew=False: copy.copy(self))
+    sampler = Sampler(Target(ridge), {"x": torch.randn(256, 2)})
+    chains = walk(sampler, 256, 200, policy=STRICT).chains
+    chains.convergence.drift = chains.convergence.drift._replace(r_hat=2.0)
+    chains.patience, chains.cpu_seconds, chains.seconds = math.inf, 1.0, 1.0
+    chains.max_gradients, chains.max_seconds = chains.gradients, 1.0 + left
+    before = chains.history
+    getattr(chains, step)()
+    assert (chains.history is before) == (left == 0.0)
+    assert (chains.convergence.drift is None) == (left > 0.0)
+    assert (chains.phase == "sampling") == (left == 0.0)
 
 
 @pytest.mark.parametrize("is_at_limit", [True, False])
