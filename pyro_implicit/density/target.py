@@ -7,78 +7,34 @@ import copy
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
-import pyro
 import torch
-from pyro import poutine
-from pyro.distributions import Unit
-from pyro.distributions.util import sum_rightmost
-from pyro.infer.autoguide import init_to_median, init_to_sample
-from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.infer.autoguide import init_to_median
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to, constraints
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.bijections import on_one_turn, turns_of, with_small_shares
-from pyro_implicit.density.checks import (
-    refuse_moving_sites,
-    refuse_moving_supports,
-    refuse_unfit_sites,
-)
-from pyro_implicit.density.checks.observations import (
-    explain,
-    refuse_missing_data,
-    warn_of_missing_data,
-)
-from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near, suits_one_thread
-from pyro_implicit.density.discrete import (
-    Elements,
-    SizeLimit,
-    coordinates_of,
-    elements_of,
-    refuse_coupled,
-    refuse_improper_prior,
-    sites_to_sample,
-    with_values,
-)
+from pyro_implicit.density.checks import refuse_moving_supports
+from pyro_implicit.density.checks.observations import refuse_missing_data
+from pyro_implicit.density.coordinates import Coordinates
+from pyro_implicit.density.cost import FusedDensity, seconds_near, suits_one_thread
+from pyro_implicit.density.discrete import Elements
+from pyro_implicit.density.improper import refuse_improper
+from pyro_implicit.density.initial_run import InitialRun, prior_run
 from pyro_implicit.density.model import (
     IMPOSSIBLE,
-    DiscreteSum,
     Model,
-    SubsampledError,
     compute_log_prob,
     converted,
-    refuse_subsampling,
-    restore_priors,
-    subsampled_plate,
     total_log_prob,
-    varying_site,
 )
-from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, RUNS, SEARCH
-from pyro_implicit.density.run_mode import RunMode
+from pyro_implicit.density.model_runs import ModelRuns
+from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
-from pyro_implicit.runtime.messages import first_line
-from pyro_implicit.runtime.sites import (
-    FlatPriorStart,
-    Site,
-    example_tensor,
-    innermost,
-    innermost_support,
-    is_data,
-    is_discrete_latent,
-    is_flat,
-    is_latent,
-    joined_parts,
-    site_parts,
-    unplated_dims,
-    without_sequential_plates,
-)
+from pyro_implicit.runtime.sites import innermost, unplated_dims
 
 __all__ = ["Target"]
 
@@ -98,6 +54,7 @@ class Target:
 
     **Example:**
 
+    >>> import pyro
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
@@ -142,80 +99,59 @@ class Target:
         **kwargs: Any,
     ) -> None:
         kwargs = {**kwargs, **(model_kwargs or {})}
-        self.model, self.args, self.kwargs = model, args, kwargs
+        first = InitialRun(model, args, kwargs, init_loc_fn, self._allow_local, sample_discrete)
+        self.model, self.args, self.kwargs = first.model, args, kwargs
         #: Name, rows in the first minibatch, and rows in total of the subsampled plate, if any.
-        self.subsampled: tuple[str, int, int] | None = None
+        self.subsampled: tuple[str, int, int] | None = first.subsampling.plate
         #: Whether the model scales the likelihood of its minibatch.
-        self.scaled = False
+        self.scaled: bool = first.subsampling.scaled
         #: Whether the model draws the rows of its minibatch itself.
-        self.draws_rows = False
-        self._seed = 0
-        self._like = example_tensor(model, args, kwargs)
-        trace = self._first_run(init_loc_fn)
+        self.draws_rows: bool = first.subsampling.draws_rows
+        self._seed, self._like = 0, first.like
         #: By site, the middle of the turn in which its angles lie.
-        self.turns: dict[str, Tensor] = turns_of(trace)
-        if self.turns:
-            model = self.model = on_one_turn(model, self.turns)
-            trace = self._first_run(init_loc_fn)
-        if self._allow_local is None:
-            refuse_subsampling(trace, "the log-density")
-        else:
-            self._read_subsampling(trace, self._allow_local)
-        sampled = sites_to_sample(trace) if sample_discrete else frozenset[str]()
-        refuse_unfit_sites(trace, sampled)
-        discrete = DiscreteSum.of(trace, given=sampled)
+        self.turns: dict[str, Tensor] = first.turns
         #: Why discrete latent variables that Pyro can enumerate are not summed out; else empty.
-        self.unsummed = ""
-        if discrete is not None and sample_discrete:
-            self.unsummed = self._why_not_summed(discrete)
-            if self.unsummed:
-                sampled, discrete = sampled | discrete.names, None
+        self.unsummed: str = first.unsummed
         #: Batch dimensions outside of plates, by site.
-        self.unplated = unplated_dims(trace)
-        warn_of_missing_data(model, trace, args, kwargs)
+        self.unplated = unplated_dims(first.trace)
+        latents = first.latents
+        self._coordinates = Coordinates(latents, first.sampled)
         #: By site, the shape of its unconstrained coordinates.
-        self.shapes: dict[str, torch.Size] = {}
+        self.shapes: dict[str, torch.Size] = self._coordinates.shapes
         #: By site, the bijection from unconstrained coordinates to values.
-        self.transforms: dict[str, Any] = {}
-        latents, parts = Trace(), []
-        names = [name for name, site in trace.nodes.items() if is_latent(site)]
-        for name in sorted(names, key=sampled.__contains__):  # the discrete ones last
-            site = trace.nodes[name]
-            if is_discrete_latent(site) and name not in sampled:
-                continue
-            latents.add_node(name, **site)
-            if name in sampled:
-                self.transforms[name] = coordinates_of(name, site)
-            else:
-                self.transforms[name] = with_small_shares(biject_to(site["fn"].support))
-            part = self.transforms[name].inv(site["value"].detach())
-            self.shapes[name] = part.shape
-            parts.append(part.reshape(-1))
-        self.init_loc: Tensor = torch.cat(parts)
+        self.transforms: dict[str, Any] = self._coordinates.transforms
+        #: By site, its distribution in the first run.
+        self.priors: dict[str, Any] = {name: latents.nodes[name]["fn"] for name in self.shapes}
+        self.init_loc: Tensor = self._coordinates.start
         self.latent_dim: int = len(self.init_loc)
         #: The discrete latent variables that have coordinates.
-        self.sampled: tuple[str, ...] = tuple(name for name in self.shapes if name in sampled)
+        self.sampled: tuple[str, ...] = tuple(n for n in self.shapes if n in first.sampled)
         #: Those of them that Pyro cannot enumerate.
         self.not_enumerable: tuple[str, ...] = tuple(
-            name for name in self.sampled if not trace.nodes[name]["fn"].has_enumerate_support
+            name for name in self.sampled if not self.priors[name].has_enumerate_support
         )
         #: Number of their coordinates, the last of the vector.
         self.discrete_dim: int = sum(self.shapes[name].numel() for name in self.sampled)
-        #: The observed sites of the first run; None if runs may have others.
-        self._observed: set[str] | None = _observed(trace)
         #: The discrete latent variables that are summed out.
-        self.summed_out: frozenset[str] = frozenset() if discrete is None else discrete.names
-        self._model = Model(model, args, kwargs, latents, discrete)
-        self._runs = BatchedRuns(type(self).__name__, refuses_random=self._allow_local is None)
+        self.summed_out: frozenset[str] = first.discrete.names if first.discrete else frozenset()
+        start, takes_all = self.constrain(self.init_loc), self._allow_local is None
+        self._runs = ModelRuns(
+            Model(first.model, args, kwargs, latents, first.discrete),
+            start,
+            first.trace,
+            BatchedRuns(type(self).__name__, refuses_random=takes_all),
+        )
         #: Runs models with long loops; other minibatches would need other recordings.
         self._fused: FusedDensity | None = None
-        if self._allow_local is None and not sampled:
+        if takes_all and not self.sampled:
             self._fused = FusedDensity(self._by_model, self._of_one)
-        if discrete is not None and not sample_discrete:
-            self._try(discrete)
-        refuse_moving_supports(model, args, kwargs, latents)
+        if not sample_discrete:
+            first.try_sum(self._runs.model, start)
+        refuse_moving_supports(self.model, args, kwargs, latents)
         #: Bounds of the discrete elements.
-        self.elements: Elements | None = self._elements_of(trace) if sampled else None
+        self.elements: Elements | None = None
+        if self.sampled:
+            self.elements = first.elements(self.sampled, self.init_loc)
 
     @classmethod
     def of_minibatches(
@@ -271,104 +207,6 @@ class Target:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
 
-    def _first_run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
-        first_error = None
-        for init in (init_loc_fn, *(init_to_sample,) * RUNS.max_retries):
-            start = FlatPriorStart(init, like=self._like)
-            try:
-                with (
-                    poutine.block(),
-                    InitMessenger(start),
-                    poutine.block(hide_fn=_is_drawn),
-                ):
-                    model = poutine.trace(without_sequential_plates(self.model))
-                    return restore_priors(model.get_trace(*self.args, **self.kwargs))
-            except Exception as error:
-                first_error = first_error or error
-        assert first_error is not None
-        found = explain(first_error, self.model, self.args, self.kwargs)
-        raise found from (None if found is first_error else first_error)
-
-    def _read_subsampling(self, trace: Trace, allow_local: bool) -> None:
-        """Read how the model subsamples and scales its data; refuse latents of single rows."""
-        for name, site in trace.nodes.items():
-            if site["type"] != "sample":
-                continue
-            if site_is_subsample(site):
-                self.draws_rows |= len(site["value"]) < site["fn"].size
-            elif not site["is_observed"]:
-                if not allow_local and not is_discrete_latent(site):
-                    _refuse_local(name, site)
-            elif is_data(site):
-                scale = torch.as_tensor(site["scale"])
-                # A factor of data may scale itself.
-                is_factor = isinstance(site["fn"], Unit) and not site["infer"].get("is_prior")
-                self.scaled |= is_factor or bool((scale != 1).any())
-                frame = subsampled_plate(site)
-                if frame is not None:
-                    self.subsampled = (frame.name, frame.size, frame.full_size)
-
-    def _why_not_summed(self, discrete: DiscreteSum) -> str:
-        """Return why an enumerated run fails, is wrong, or too large; empty if it is none."""
-        try:
-            with poutine.block(), pyro.validation_enabled(False), torch.no_grad():
-                with SizeLimit() as plain:
-                    trace = self._possible_run()
-                model = poutine.replay(
-                    discrete.enumerate(self.model),
-                    trace=with_values(trace, dict.fromkeys(discrete.names)),
-                )
-                with SizeLimit.beyond(plain.largest):
-                    found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
-                    discrete.collapse(found)
-            self._refuse_coupled(discrete)
-        except Exception as error:
-            return first_line(error)
-        return ""
-
-    def _possible_run(self) -> Trace:
-        """Return a plain run at a draw of the prior, with log-probabilities."""
-        for attempt in range(RUNS.max_retries + 1):
-            try:
-                trace = self._prior_run()
-                compute_log_prob(trace)
-                break
-            except IMPOSSIBLE:  # at a draw of the prior
-                if attempt == RUNS.max_retries:
-                    raise
-        return trace
-
-    def _refuse_coupled(self, discrete: DiscreteSum) -> None:
-        trace = None
-        with suppress(*IMPOSSIBLE), poutine.block(), pyro.validation_enabled(False):
-            with torch.no_grad():
-                trace = self._possible_run()
-        if trace is not None:
-            refuse_coupled(self.model, self.args, self.kwargs, trace, discrete.names)
-
-    def _elements_of(self, first: Trace) -> Elements:
-        others = []
-        for _ in range(RUNS.num_compared_runs):
-            with suppress(*IMPOSSIBLE):  # at draws of the prior
-                others.append(self._prior_run())
-        refuse_moving_sites(first, others, self.sampled)
-        return elements_of([first, *others], self.sampled, self.init_loc)
-
-    def _try(self, discrete: DiscreteSum) -> None:
-        """Enumerate the discrete latents once, where a plain run of the model is known to work."""
-        try:
-            with poutine.block(), pyro.validation_enabled(False):
-                self._model.run(self.constrain(self.init_loc))
-        except Exception as error:
-            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
-            raise ValueError(
-                f"the discrete latents {names} cannot be summed out, as the model raises "
-                f"{first_line(error)}. Cure: write it so that it "
-                "broadcasts over all their values at once (pyro.ops.indexing.Vindex, no branches), "
-                "see Pyro's tutorial on enumeration"
-            ) from error
-        self._refuse_coupled(discrete)
-
     def on(self, batch: tuple, seed: int | None = None) -> Target:
         """Return the same posterior with another minibatch.
 
@@ -377,23 +215,22 @@ class Target:
         """
         target = copy.copy(self)
         target.args = (*self.args[: len(self.args) - len(batch)], *batch)
-        target._use(self._model.on(target.args, self.shapes))
+        target._use(self._runs.on(target.args))
         if self.draws_rows:
             target._seed = int(torch.randint(2**31, ())) if seed is None else seed
         return target
 
     def in_double(self) -> Target:
         """Return the same posterior with its arguments, and its initial point, in float64."""
-        target, model = copy.copy(self), self._model.in_double()
-        target._use(model)
-        target.args, target.kwargs = model.args, model.kwargs
+        target = copy.copy(self)
+        target._use(self._runs.in_double())
+        target.args, target.kwargs = target._runs.model.args, target._runs.model.kwargs
         target.init_loc = self.init_loc.double()
-        target._runs = copy.copy(self._runs)  # the conversion may fail
         return target
 
-    def _use(self, model: Model) -> None:
+    def _use(self, runs: ModelRuns) -> None:
         """Evaluate another model; a recording holds the data of the earlier one."""
-        self._model = model
+        self._runs = runs
         if self._fused is not None:
             self._fused = FusedDensity(self._by_model, self._of_one)
 
@@ -414,7 +251,7 @@ class Target:
         """
         found: dict[Any, list[str]] = {}
         for name, shape in self.shapes.items():
-            family = type(innermost(self._model.replayed.nodes[name]["fn"]))
+            family = type(innermost(self.priors[name]))
             found.setdefault((re.sub(r"\d+", "#", name), family, shape), []).append(name)
         return list(found.values())
 
@@ -424,71 +261,8 @@ class Target:
 
         :raises ValueError: naming the sites.
         """
-        sites = self._model.replayed.nodes
-        flat = [name for name in self.shapes if is_flat(sites[name]["fn"])]
-        if not flat or self._allow_local is not None:
-            return
-        if self.latent_dim <= MAX_DENSE_DIM:
-            found = self.split(self._endless(flat) != 0)
-            names = ", ".join(f"'{name}'" for name in flat if found[name].any())
-            if names:
-                raise ValueError(
-                    f"the posterior is improper, as far as {self.init_loc.dtype} can tell: the "
-                    f"log-density does not fall along a direction of {names}, which have flat "
-                    "priors. Cure: proper priors; or fewer latents, for instance one intercept "
-                    "instead of two"
-                )
-        points = nearby(self.init_loc, 2).requires_grad_()
-        try:
-            with torch.enable_grad():
-                density = self._by_model(points) - self.log_det(points)
-                (score,) = torch.autograd.grad(density.sum(), points)
-        except Exception:  # the model has no gradient there
-            return
-        unmoved = self.split((score == 0).all(0) & density.isfinite().all())
-        for name in flat:
-            support = innermost(sites[name]["fn"]).support
-            number = int(unmoved[name].sum())
-            if number and _is_unbounded(innermost_support(support)):
-                raise ValueError(
-                    f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
-                    f"site '{name}' have a flat prior, and neither data nor other sites depend on "
-                    "them. Cure: a proper prior; or leave these elements out, for instance the "
-                    "islands of a lattice"
-                )
-
-    def _endless(self, flat: list[str]) -> Tensor:
-        """Return a direction of several elements of flat priors along which the density does not
-        fall.
-
-        It is that of the smallest curvature at ``init_loc``, in conditional standard deviations,
-        followed until rounding would bend it; zeros, if the density falls.
-        """
-        at, index = self.init_loc, self.split(torch.arange(self.latent_dim))
-        columns, reach = torch.cat([index[name].flatten() for name in flat]), torch.zeros_like(at)
-        resolution = torch.finfo(at.dtype).eps ** 0.5
-        try:
-            log_prob, _, hessian = self.derivatives(at.unsqueeze(0))
-            block = -hessian[0][columns][:, columns]
-            scale = block.diagonal().rsqrt()  # NaN if the density is not concave there
-            vector = torch.linalg.eigh(scale.unsqueeze(-1) * block * scale).eigenvectors[:, 0]
-            reach[columns] = scale * vector / resolution
-            change = self.log_prob(torch.stack([at + reach, at - reach])) - log_prob
-        except Exception:  # the model has no second derivative there
-            return torch.zeros_like(at)
-        reach[columns] *= vector.abs() > resolution
-        is_endless = (change.abs() < ROUNDING.max_error).all() and reach.count_nonzero() > 1
-        return reach if is_endless else torch.zeros_like(at)
-
-    def _refuse_varying(self, trace: Trace) -> None:
-        found = {name for name, site in trace.nodes.items() if is_latent(site)}
-        varying = found.difference(self.shapes)
-        if self._model.discrete is None:
-            varying |= self.shapes.keys() - found
-        else:  # a sum may have replaced those that depend on it
-            varying -= self._model.discrete.names
-        for name in sorted(varying):
-            raise varying_site(name)
+        if self._allow_local is None:
+            refuse_improper(self)
 
     # Coordinates
 
@@ -497,7 +271,7 @@ class Target:
 
         :param latent: ``(*batch, latent_dim)``.
         """
-        return site_parts(latent, self.shapes)
+        return self._coordinates.split(latent)
 
     def constrain(self, latent: Tensor) -> dict[str, Tensor]:
         """Return the values of all sites.
@@ -505,7 +279,7 @@ class Target:
         :param latent: ``(*batch, latent_dim)``.
         :returns: by site, ``(*batch, *site_shape)``.
         """
-        return {name: self.transforms[name](part) for name, part in self.split(latent).items()}
+        return self._coordinates.constrain(latent)
 
     def unconstrain(self, draws: dict[str, Tensor]) -> Tensor:
         """Return the unconstrained vectors of draws.
@@ -513,7 +287,7 @@ class Target:
         :param draws: by site, ``(num_draws, *site_shape)``; further sites are ignored.
         :returns: ``(num_draws, latent_dim)``.
         """
-        return joined_parts(self.transforms[name].inv(draws[name]) for name in self.shapes)
+        return self._coordinates.unconstrain(draws)
 
     # Log-density and derivatives
 
@@ -547,7 +321,7 @@ class Target:
             latent.register_hook(
                 lambda grad: grad if grad is None else grad.masked_fill(impossible[:, None], 0.0)
             )
-        is_vectorized = self._runs.checked and self._runs.mode == "vmap"
+        is_vectorized = self._runs.batched.checked and self._runs.batched.mode == "vmap"
         evaluate = (is_vectorized and self._fused) or self._by_model
         log_prob = evaluate(latent)
         log_prob = log_prob.to(latent.dtype)  # the data may be of another
@@ -564,6 +338,7 @@ class Target:
 
         **Example:**
 
+        >>> import pyro
         >>> import pyro.distributions as dist
         >>> def model():
         ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
@@ -589,7 +364,7 @@ class Target:
             return self._terms_of(trace).sum() if self.sampled else total_log_prob(trace)
 
         values, log_det = self._values(parts)
-        return self._map(values, total, otherwise=log_det.new_full((), -math.inf)) + log_det
+        return self._runs.map(values, total, log_det.new_full((), -math.inf)) + log_det
 
     def terms(self, latent: Tensor) -> Tensor:
         """Return the log-density term by term: an element of a site's log-density each.
@@ -599,6 +374,7 @@ class Target:
 
         **Example:**
 
+        >>> import pyro
         >>> import pyro.distributions as dist
         >>> def model():
         ...     with pyro.plate("rows", 2):
@@ -610,13 +386,14 @@ class Target:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws, num_terms)``.
         """
-        return self._map(self.constrain(latent), self._terms_of)
+        return self._runs.map(self.constrain(latent), self._terms_of)
 
     def log_det(self, latent: Tensor) -> Tensor:
         """Return the log-determinants of the bijections, ``(num_draws,)``.
 
         **Example:**
 
+        >>> import pyro
         >>> import pyro.distributions as dist
         >>> def model():
         ...     pyro.sample("x", dist.LogNormal(0.0, 1.0).expand([2]).to_event(1))
@@ -632,6 +409,7 @@ class Target:
 
         **Example:**
 
+        >>> import pyro
         >>> import pyro.distributions as dist
         >>> def model():
         ...     n = pyro.sample("n", dist.Poisson(1.0))
@@ -647,6 +425,7 @@ class Target:
 
         **Example:**
 
+        >>> import pyro
         >>> import pyro.distributions as dist
         >>> def model():
         ...     pyro.sample("n", dist.Poisson(1.0))
@@ -659,11 +438,13 @@ class Target:
         :param names: of the sites.
         :returns: ``(num_terms,)``.
         """
-        with poutine.block(), pyro.validation_enabled(False), RunMode():
-            trace = prune_subsample_sites(self._model.run(values))
+
+        def read(trace: Trace) -> Tensor:
             for name in [name for name in trace.nodes if name not in names]:
                 trace.remove_node(name)
             return self._terms_of(trace)
+
+        return self._runs.inside(values, read)
 
     def _parts_of(self, trace: Trace) -> dict[str, Tensor]:
         compute_log_prob(trace)
@@ -681,21 +462,12 @@ class Target:
 
     def _of_one(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(self.split(latent))
-        with poutine.block(), pyro.validation_enabled(False), RunMode():
-            return total_log_prob(prune_subsample_sites(self._model.run(values))) + log_det
+        return self._runs.inside(values, total_log_prob) + log_det
 
     def _values(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        values: dict[str, Tensor] = {}
-        log_det: Any = 0.0
-        for name, part in parts.items():
-            transform = self.transforms[name]
-            if self.is_wide:  # before the bijection, which loses digits near a bound
-                part = part.double()
-            values[name] = transform(part)
-            term = transform.log_abs_det_jacobian(part, values[name])
-            num_batch = part.dim() - len(self.shapes[name])
-            log_det = log_det + sum_rightmost(term, term.dim() - num_batch)
-        return values, log_det
+        if self.is_wide:  # before the bijection, which loses digits near a bound
+            parts = converted(parts, torch.float64)
+        return self._coordinates.values(parts)
 
     def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density and its gradient, constants.
@@ -725,7 +497,7 @@ class Target:
         :param points: where the log-density must stay finite, ``(num_points, latent_dim)``.
         :returns: whether it does; otherwise nothing changes.
         """
-        if self._model.is_wide or points.dtype == torch.float64:
+        if self.is_wide or points.dtype == torch.float64:
             return False
         wide = self.in_double()
         with torch.no_grad():
@@ -736,14 +508,13 @@ class Target:
                 return False
         if not found[before.isfinite()].isfinite().all():
             return False
-        self._use(wide._model)
-        self._runs = wide._runs
+        self._use(wide._runs)
         return True
 
     @property
     def is_wide(self) -> bool:
         """Whether the model runs in double precision whatever the coordinates; see ``widen``."""
-        return self._model.is_wide
+        return self._runs.model.is_wide
 
     def seconds(self, num_points: int = 1) -> float:
         """Return the estimated seconds of one core for the score of so many points.
@@ -775,15 +546,16 @@ class Target:
     @property
     def is_vectorized(self) -> bool:
         """True if ``torch.func.vmap`` runs the model, as tried near ``init_loc``."""
-        if not self._runs.checked:
+        runs = self._runs.batched
+        if not runs.checked:
             with torch.no_grad():  # at two points, as a single one has a truth value
                 self.log_prob(torch.stack([self.init_loc, self.init_loc + 0.01]))
-        return self._runs.mode == "vmap"
+        return runs.mode == "vmap"
 
     @property
     def error(self) -> Exception | None:
         """Last error that the model raised where the log-density is -inf."""
-        return self._runs.error
+        return self._runs.batched.error
 
     def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-density with its first and second derivative, constants.
@@ -837,31 +609,23 @@ class Target:
         draws = [self.init_loc.new_empty(0, self.latent_dim)]
         for _ in range(num_draws):
             try:
-                trace = self._prior_run()
+                trace = prior_run(self.model, self.args, self.kwargs, self._like)
             except IMPOSSIBLE as error:
-                self._runs.error = error.with_traceback(None)
+                self._runs.batched.error = error.with_traceback(None)
                 continue
-            self._refuse_varying(trace)
+            self._runs.refuse_varying(trace)
             values = {
                 name: trace.nodes[name]["value"].detach().unsqueeze(0) for name in self.shapes
             }
             draws.append(self.unconstrain(values))
         return torch.cat(draws)
 
-    def _prior_run(self) -> Trace:
-        init = FlatPriorStart(init_to_sample, spread=SEARCH.near_width, like=self._like)
-        with poutine.block(), InitMessenger(init), poutine.block(hide_fn=_is_drawn):
-            return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-
     def trace_at(self, latent: Tensor) -> Trace:
         """Return the trace of one plain run of the model at a vector, without Pyro's checks.
 
         :param latent: ``(latent_dim,)``.
         """
-        with poutine.block(), pyro.validation_enabled(False):
-            trace = self._model.run(self.constrain(latent))
-        self._model.share_minibatch(trace)
-        return trace
+        return self._runs.trace(self.constrain(latent))
 
     def read(self, latent: Tensor, read: Callable[[Trace], T]) -> T:
         """Return what a function reads in the trace of the model's run at each vector, stacked.
@@ -882,7 +646,7 @@ class Target:
         """
         # The log-density finds out whether vmap runs the model; `read` alone does not tell.
         _ = self.is_vectorized
-        return self._map({name: draws[name] for name in self.shapes}, read)
+        return self._runs.map({name: draws[name] for name in self.shapes}, read)
 
     @torch.no_grad()
     def log_likelihood(
@@ -894,6 +658,7 @@ class Target:
 
         **Example:**
 
+        >>> import pyro
         >>> import pyro.distributions as dist
         >>> def model(y):
         ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
@@ -929,57 +694,3 @@ class Target:
             some = {k: value[start : start + RUNS.draws_at_once] for k, value in draws.items()}
             parts.append(self.read_at(some, read))
         return {name: torch.cat([part[name] for part in parts]) for name in sites}
-
-    def _map(self, values: dict[str, Tensor], read: Callable[[Trace], T], **kwargs: T) -> T:
-        varies = False
-
-        def checked(trace: Trace) -> T:
-            nonlocal varies
-            self._refuse_varying(trace)
-            varies |= self._observed is not None and self._observed != _observed(trace)
-            return read(trace)
-
-        with poutine.block(), pyro.validation_enabled(False):
-            found = self._runs.map(self._model, values, checked, **kwargs)
-        if varies and self._model.discrete is None:
-            self._refuse_random_sites()
-        return found
-
-    def _refuse_random_sites(self) -> None:
-        """Check that the observed sites depend on nothing but the latents."""
-        first, *others = (
-            _observed(self.trace_at(self.init_loc)) for _ in range(RUNS.num_compared_runs)
-        )
-        for other in others:
-            for name in sorted(first ^ other):
-                raise varying_site(name)
-        self._observed = None
-
-
-def _is_drawn(site: Site) -> bool:
-    """Return whether a site is a discrete latent variable, which is drawn from its prior."""
-    if not is_discrete_latent(site):
-        return False
-    if is_flat(site["fn"]):
-        refuse_improper_prior(site["name"], site)
-    return True
-
-
-def _observed(trace: Trace) -> set[str]:
-    return {name for name, site in trace.nodes.items() if is_data(site)}
-
-
-def _is_unbounded(support: Any) -> bool:
-    kinds = (type(constraints.real), type(constraints.positive), constraints.less_than)
-    return isinstance(support, (*kinds, constraints.greater_than_eq))
-
-
-def _refuse_local(name: str, site: Site) -> None:
-    frame = subsampled_plate(site)
-    if frame is not None:
-        raise SubsampledError(
-            f"latent '{name}' lies in plate '{frame.name}', and a minibatch has {frame.size} of "
-            f"{frame.full_size} elements: the others could not move. Cure: fit(..., "
-            "amortize='conditional'), which integrates it out; amortize='auto', which trains an "
-            "encoder of the rows; or give all data at once"
-        )

@@ -1,160 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of all chains, and the warm-up of chains that see all data."""
+"""Chains that see all data: they warm up, walk a frozen kernel, and stop once they converge."""
 
 from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.density.symmetry import Symmetries
+from pyro_implicit.mcmc.chain_number import cheapest_number, seconds_of
+from pyro_implicit.mcmc.convergence import Convergence
 from pyro_implicit.mcmc.draws import History
+from pyro_implicit.mcmc.driver import Chains
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import KERNELS, slice_sampling
-from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
+from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.mcmc.spaces.space import Fitted, Space
-from pyro_implicit.mcmc.stopping import Drift, Tracked, tracked
+from pyro_implicit.mcmc.stopping import Tracked, tracked
+from pyro_implicit.mcmc.warmup import WarmUp
 from pyro_implicit.ops.jumps import jump_share
-from pyro_implicit.runtime.files import read_file, write_file
-from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
-from pyro_implicit.runtime.progress import new_stage, watch
 
-__all__ = ["Chains", "Checkpoint", "SeparateChains", "WindowedChains", "run"]
+__all__ = ["SeparateChains", "WindowedChains"]
 
-KIND = "chains of refine"
 Tracks = Callable[[Tensor, Tensor], Tracked]
-
-
-class Checkpoint:
-    """A file from which killed chains resume, with the random streams.
-
-    The file is complete or absent, whenever the process dies.
-
-    :param path: the file; None for no checkpoint.
-    :param settings: the settings of the run; a resumed run must have the same.
-    :param every: transitions between two writings.
-    """
-
-    def __init__(
-        self, path: str | Path | None = None, settings: dict[str, Any] | None = None, every: int = 1
-    ) -> None:
-        self.path = None if path is None else Path(path)
-        self.settings, self.every = settings, every
-
-    def save(self, chains: Any) -> None:
-        """Write chains and random streams."""
-        if self.path is not None:
-            content = {"settings": self.settings, "chains": chains, "random": random_streams()}
-            write_file(self.path, content, KIND)
-
-    def load(self, device: torch.device) -> Any:
-        """Read chains, and restore the random streams; None without a file.
-
-        :param device: the device of the chains.
-        :raises ValueError: if the file is damaged, foreign, or of a run with other settings.
-        """
-        if self.path is None or not self.path.exists():
-            return None
-        content = read_file(self.path, device, KIND)
-        if content["settings"] != self.settings:
-            raise ValueError(
-                f"the checkpoint {self.path} is of a run with {content['settings']}, but this one "
-                f"has {self.settings}. Cure: another file, or the same settings"
-            )
-        restore_random_streams(content["random"], device)
-        return content["chains"]
-
-
-@dataclass(kw_only=True)
-class Chains:
-    """The state of all chains at one moment; a checkpoint stores it whole.
-
-    :param kernel: a name in :data:`~pyro_implicit.mcmc.kernels.KERNELS`.
-    :param state: the kernel's state, in white coordinates of ``frame``.
-    :param policy: the numbers that decide.
-    :param replaced: chains that were put elsewhere.
-    :param gradients: gradients of each chain.
-    :param stopped: the reason why the chains stopped; None while they walk.
-    :param cpu_seconds: seconds of one core, which other programs lengthen less than ``seconds``.
-    """
-
-    kernel: str
-    state: Any
-    frame: WhiteningFrame
-    policy: ChainPolicy = DEFAULT
-    replaced: int = 0
-    gradients: int = 0
-    warmup_gradients: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    transitions: int = 0
-    stopped: str | None = None
-    max_seconds: float | None = None
-
-    def advance(self) -> None:
-        """Make one transition of all chains, and learn from it."""
-        raise NotImplementedError
-
-    def check(self) -> str | None:
-        """Return the reason why the chains stop now, or None."""
-        raise NotImplementedError
-
-    @property
-    def has_draws(self) -> bool:
-        """Whether there are enough draws for a result."""
-        raise NotImplementedError
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Work done and work in all."""
-        raise NotImplementedError
-
-    def stop_soon(self) -> None:
-        """End as soon as there are enough draws for a result."""
-        self.max_seconds = min(self.max_seconds or math.inf, self.seconds)
-
-    def values(self) -> dict[str, float]:
-        """Return what bars and callbacks show."""
-        raise NotImplementedError
-
-
-def run(chains: Chains, checkpoint: Checkpoint) -> None:
-    """Walk until the chains stop.
-
-    After Ctrl-C they stop as ``"interrupted"``, if there are draws. If a callback ends them, they
-    stop as ``"callback"``, as soon as there are draws.
-    """
-    began = time.perf_counter() - chains.seconds
-    cpu_began = time.process_time() - chains.cpu_seconds
-    done, total = chains.progress
-    with new_stage("refine") as line, watch("refine", total, done) as watched:
-        try:
-            while chains.stopped is None:
-                chains.advance()
-                chains.seconds = time.perf_counter() - began
-                chains.cpu_seconds = time.process_time() - cpu_began
-                chains.stopped = chains.check()
-                if watched.stopped and chains.stopped in ("max_seconds", "max_gradients"):
-                    chains.stopped = "callback"
-                if chains.stopped or chains.transitions % checkpoint.every == 0:
-                    checkpoint.save(chains)
-                done, watched.total = chains.progress
-                watched.step(done, chains.values)
-                if watched.stopped:
-                    chains.stop_soon()
-        except KeyboardInterrupt:
-            if not chains.has_draws:
-                raise
-            chains.stopped = "interrupted"
-        line.outcome = f"{chains.stopped} after {chains.gradients} gradients"
 
 
 def _track_nothing(latent: Tensor, log_density: Tensor) -> Tracked:
@@ -177,6 +50,8 @@ class WindowedChains(Chains):
     :param space: the name of the space, made from ``middle`` and ``fitted``; ``space_note``
         says why it was chosen.
     :param symmetries: of the posterior, under which the tracked latents are ordered.
+    :param warmup: the windows of the warm-up.
+    :param convergence: whether the draws have settled.
     """
 
     adaptation: Any
@@ -196,20 +71,15 @@ class WindowedChains(Chains):
     acceptance: float = 0.0
     failed: float = 0.0
     last_failed: float = 0.0
-    settled: str | None = None
-    """How the chains settled, while they go on because draws are few and cheap."""
-    last_drift: Drift | None = None
-    _window: int = 0
-    _positions: list[Tensor] = field(default_factory=list)
-    _log_densities: list[Tensor] = field(default_factory=list)
-    _failed: list[float] = field(default_factory=list)
+    warmup: WarmUp = field(default_factory=WarmUp)
+    convergence: Convergence = field(
+        default_factory=lambda: Convergence(DEFAULT.stopping.first_check)
+    )
     _left: int = 0
-    _next_check: int = DEFAULT.stopping.first_check
     _space: Space | None = field(default=None, repr=False)
     _track: Tracks = field(default=_track_nothing, repr=False)
     _has_quantities: bool = False
     _spends_all: bool = False
-    _began: tuple[int, float, float] = (0, 0.0, 0.0)
     _adapted_number: bool = False
     _is_extended: bool = False
 
@@ -293,11 +163,9 @@ class WindowedChains(Chains):
                 self.adaptation = self.adaptation.frozen()
                 self.phase, self.warmup_gradients = "sampling", self.gradients
         else:
-            self._positions.append(self.state.position)
-            self._log_densities.append(self.state.log_density)
-            self._failed.append(failed)
-            is_full = len(self._positions) >= self.policy.warmup.first_window << self._window
-            if (is_early or is_full) and self._affordable() > self.policy.warmup.least_gradients:
+            self.warmup.append(self.state.position, self.state.log_density, failed)
+            is_over = is_early or self.warmup.is_full(self.policy.warmup)
+            if is_over and self._affordable() > self.policy.warmup.least_gradients:
                 self._end_window(is_early)
 
     def _store(self) -> None:
@@ -335,17 +203,17 @@ class WindowedChains(Chains):
 
         Chains that would end too soon go on as fewer, longer ones (``_adapt_number``), and those
         that have spent their budget get more of it (``_goes_on``). Both may start another warm-up
-        in a space that is made from the draws. The drift is computed ever more rarely.
+        in a space that is made from the draws.
         """
-        if self.phase == "sampling" and self.history.seen >= self._next_check:
-            self._next_check = math.ceil(self.policy.stopping.between_checks * self.history.seen)
+        found, limits = self.convergence, self.policy.stopping
+        if self.phase == "sampling" and found.schedule(self.history.seen, limits):
             self._look()
             if self.ends_apart and self.is_apart:
                 return "max_gradients"
             if self._may_end():
                 if not self._spends_all:
-                    return self.settled or "max_gradients"
-            elif self.settled is None:
+                    return found.settled or "max_gradients"
+            elif found.settled is None:
                 self._adapt_number()
         end = None
         if self.max_seconds is not None and self.seconds >= self.max_seconds:
@@ -357,69 +225,54 @@ class WindowedChains(Chains):
         if end is None or not self.has_draws:
             return end
         self._look()
-        if end == "max_gradients" and self.settled is None and self._goes_on():
+        settled = self.convergence.settled
+        if end == "max_gradients" and settled is None and self._goes_on():
             return None
-        return self.settled or end
+        return settled or end
 
     @property
     def is_apart(self) -> bool:
         """Whether the chains stay in separate modes, as far as R-hat tells."""
-        limits = self.policy.stopping
+        limits, drift = self.policy.stopping, self.convergence.drift
         is_long = self.gradients >= min(limits.stuck_gradients, self.max_gradients)
-        return (
-            is_long and self.last_drift is not None and self.last_drift.r_hat > limits.stuck_r_hat
-        )
+        return is_long and drift is not None and drift.r_hat > limits.stuck_r_hat
 
     def _look(self) -> None:
-        """Compute the drift of the draws, and how the chains have settled.
-
-        Where trajectories fail, there are places that the chains seldom enter, and rare events
-        hardly show as drift. The chains must then be much longer than their memory.
-        """
-        limits = self.policy.stopping
-        self.last_drift = found = self.history.drift(limits)
         is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
-        self.settled = None  # later evidence counts against earlier
-        if self._has_quantities and found.is_steady(limits) and not is_stiff:
-            self.settled = "steady"
-        if found.is_settled(limits) and not (is_stiff and found.r_hat > limits.strict_r_hat):
-            self.settled = "converged"
+        self.convergence.look(
+            self.history, self.policy.stopping, is_stiff, may_be_steady=self._has_quantities
+        )
 
     def _may_end(self) -> bool:
-        """Return whether the chains may end before their budget does.
-
-        Draws are cheap compared with the warm-up. So chains that have converged go on until they
-        have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
-        An extended budget ends as soon as the chains are usable, with a strict R-hat.
-        """
-        assert self.last_drift is not None
-        drift, limits = self.last_drift, self.policy.stopping
-        if self._is_extended and drift.is_usable(limits) and drift.r_hat <= limits.strict_r_hat:
-            return True
-        if self.settled != "converged":
-            return self.settled == "steady"
-        spent = self.gradients - self.warmup_gradients
-        is_spent = spent >= limits.least_share * self.warmup_gradients
-        return is_spent or (drift.r_hat**2 - 1) * limits.enough <= len(self.state.position)
+        """Return whether the chains may end before their budget does."""
+        return self.convergence.may_end(
+            self.gradients - self.warmup_gradients,
+            self.warmup_gradients,
+            len(self.state.position),
+            self.policy.stopping,
+            self._is_extended,
+        )
 
     def _goes_on(self) -> bool:
         """Extend the budget of chains that are not usable, if patience is left."""
-        assert self.last_drift is not None
+        drift, began = self.convergence.drift, self.warmup
+        assert drift is not None
         limits, left = self.policy.stopping, self.patience - self.cpu_seconds
-        if self.last_drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
+        if drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
             return False
         if self.ends_apart and self.is_apart:
             return False
-        gradients, _, cpu_seconds = self._began
-        cost = (self.cpu_seconds - cpu_seconds) / (self.gradients - gradients)
+        cost = (self.cpu_seconds - began.cpu_seconds) / (self.gradients - began.gradients)
         if cost <= 0:  # the clock was too coarse to measure it
             return False
         # Twice as long, so that the result does not depend on small differences in time.
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         self._is_extended = True
-        latents = self._thinned(self.history.draws().flatten(0, 1))
-        if (again := self.current_space.refitted(latents)) is not None:
-            self._warm_up_again(self.points, latents, again)
+        latents = self._pool()
+        again = self.current_space.refitted(latents) if self._may_warm_up_again else None
+        if again is not None:
+            self._move_to(self.points, latents, again)
+            self._warm_up_again()
         return True
 
     def _adapt_number(self) -> None:
@@ -429,80 +282,75 @@ class WindowedChains(Chains):
         Chains that stay apart get a space that is made anew from their draws. The first one may be
         made where a guide has left them, far from the posterior (``volatility_2500``).
         """
-        if self.patience <= 0 or self._adapted_number:
+        if self.patience <= 0 or self._adapted_number or not self._may_warm_up_again:
             return
-        assert self.last_drift is not None
-        draws = (self.last_drift.r_hat**2 - 1) / (self.policy.stopping.max_r_hat**2 - 1)
-        needed = draws * (self.gradients - self.warmup_gradients)
-        left = self.max_gradients - self.gradients
+        assert self.convergence.drift is not None
+        spent, left = self.gradients - self.warmup_gradients, self.max_gradients - self.gradients
+        needed = self.convergence.needed(spent, self.policy.stopping)
         if needed <= self.policy.stopping.too_long * left:
             return
         self._adapted_number = True
         new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients
         is_too_short = self.adaptation.is_at_limit and new_warmup < left
-        before = self._seconds_of(len(self.state.position))
-        latents, again = self._thinned(self.history.draws().flatten(0, 1)), None
-        if self.last_drift.r_hat > self.policy.space.remade_r_hat:
+        before = seconds_of(self._score, self.state.position)
+        latents, again = self._pool(), None
+        if self.convergence.drift.r_hat > self.policy.space.remade_r_hat:
             again = self.current_space.refitted(latents, anew=True)
         if again is not None:
-            self._warm_up_again(self.points, latents, again)
-        number, seconds = self._cheapest_number()
+            self._move_to(self.points, latents, again)
+        number, seconds = cheapest_number(self._score, self.state.position, self.policy)
         if number < len(self.state.position) or is_too_short:
-            again = self.current_space.refitted(latents) if again is None else None
-            self._thin_out(number, latents, again)
+            points = self.points[torch.randperm(len(self.points))[:number]]
+            if again is None:
+                self._move_to(points, latents, self.current_space.refitted(latents))
+            else:  # the frame is that of the same draws
+                self._place(points)
+            longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
+            self.adaptation = self.adaptation.limited(longest)
         elif again is None:
             return
+        self._warm_up_again()
         self.max_gradients = self.gradients + math.ceil(max(0.0, left) * before / seconds)
 
-    def _seconds_of(self, number: int) -> float:
-        """Measure the score of some chains."""
-        white, times = self.state.position[:number], []
-        for _ in range(8):  # the shortest: the first calls of a size record it
-            # Under a limit of CPU seconds (`ulimit -t`), Linux advances process_time by ticks.
-            began = time.perf_counter()
-            self._score(white)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    def _cheapest_number(self) -> tuple[int, float]:
-        """Return the cheapest number of chains, and the seconds of its score."""
-        limits, number = self.policy, len(self.state.position)
-        best = self._seconds_of(number)
-        while number >= 2 * limits.least_long_chains:
-            found = self._seconds_of(number // 2)
-            if found > limits.worthwhile * best:
-                break
-            number, best = number // 2, found
-        return number, best
-
-    def _thin_out(self, number: int, latents: Tensor, again: Space | None) -> None:
-        points = self.points[torch.randperm(len(self.points))[:number]]
-        longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
-        self.adaptation = self.adaptation.limited(longest)
-        self._warm_up_again(points, latents, again)
+    @property
+    def _may_warm_up_again(self) -> bool:
+        """Whether ``max_seconds`` leaves time for another warm-up and draws, which replace all
+        earlier draws."""
+        warmup, draws = self.policy.warmup, self.policy.stopping.least_draws
+        return self._affordable() > warmup.least_gradients + warmup.tuning + draws
 
     def _in_parts(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """Evaluate a function at as many points at a time as there are chains, to save memory."""
         return torch.cat([function(part) for part in values.split(len(self.state.position))])
 
-    def _thinned(self, latents: Tensor) -> Tensor:
+    def _pool(self) -> Tensor:
+        """Return draws so far, evenly thinned, ``(num_draws, latent_dim)``."""
+        latents = self.history.draws().flatten(0, 1)
         return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
 
-    def _warm_up_again(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
-        """Begin again at points, in the frame of earlier draws and possibly another space."""
+    def _move_to(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
+        """Put the chains at points, in the frame of earlier draws and possibly another space."""
         moved = None if space is None else space.to_points(self.current_space.to_latent(points))
         if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
             points = moved
             self._space, self.middle, self.fitted = space, space.middle, space.fitted
         pool = self._in_parts(self.current_space.to_points, latents)
         self.frame = self._frame_of(pool, self.frame_kind)
+        self._place(points)
+
+    def _place(self, points: Tensor) -> None:
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
+
+    def _warm_up_again(self) -> None:
+        """Begin the last window of another warm-up, from the space and frame of now."""
         self.adaptation = self.adaptation.unfrozen()
+        # Draws of chains that had not converged would only bias those of the new ones.
         self.history = History(self.history.capacity)
-        self._began = self.gradients, self.seconds, self.cpu_seconds
-        self.phase, self._next_check = "warm-up", self.policy.stopping.first_check
-        self._window = self.policy.warmup.least_windows - 1
-        self.acceptance = self.failed = 0.0
+        self.convergence = Convergence(self.policy.stopping.first_check)
+        self.warmup = WarmUp(
+            self.policy.warmup.least_windows - 1, self.gradients, self.seconds, self.cpu_seconds
+        )
+        self.phase, self.acceptance, self.failed = "warm-up", 0.0, 0.0
         self.start()
 
     def continued(self, max_seconds: float | None, max_gradients: int | None) -> WindowedChains:
@@ -513,6 +361,7 @@ class WindowedChains(Chains):
             time.
         """
         chains = copy.copy(self)
+        chains.warmup, chains.convergence = self.warmup.copy(), replace(self.convergence)
         past = self.history
         chains.history = replace(past, latents=[*past.latents], powers=[*past.powers])
         if self.phase != "sampling":  # its draws are positions of the warm-up
@@ -527,11 +376,9 @@ class WindowedChains(Chains):
 
     def _ends_early(self) -> bool:
         """Return whether the window ends now, as the warm-up has had its share of the budget."""
-        gradients, seconds, _ = self._began
-        # A callback may end the chains before a second warm-up takes its first gradient.
-        share = (self.gradients - gradients) / max(1, self.max_gradients - gradients)
-        if self.max_seconds is not None:
-            share = max(share, (self.seconds - seconds) / max(self.max_seconds - seconds, 1e-9))
+        share = self.warmup.share(
+            self.gradients, self.max_gradients, self.seconds, self.max_seconds
+        )
         return share >= self.policy.warmup.share
 
     def _shorten_trajectories(self) -> None:
@@ -546,17 +393,11 @@ class WindowedChains(Chains):
 
     def _end_window(self, is_early: bool) -> None:
         """Estimate the frame from the window's second half; start tuning once nothing moves."""
-        limits = self.policy.warmup
-        half = len(self._positions) // 2
-        path = torch.stack(self._positions)
-        log_densities = torch.stack(self._log_densities)
-        moving = (path.amax(0) > path.amin(0)).any(-1) & ~self._lost(log_densities[half:])
-        points = self.points
-        if len(path) >= limits.first_window and moving.any():
+        limits, window = self.policy.warmup, self.warmup
+        moving, points = window.moving(self.policy), self.points
+        if moving is not None:
             points = self._restart_stuck(points, moving)
-            self._positions = [position[moving] for position in self._positions]
-        stride = max(1, -(-(len(self._positions) - half) * len(points) // limits.max_pool))
-        recent = torch.cat(self._positions[half:][::-1][::stride])
+        recent = window.recent(limits, moving)
         # The covariance of draws on a thin sheet makes a frame in which chains leave it slowly, and
         # do not show it. A frame of low rank is right even then: there the scores are small, too.
         spread = self._frame_of(recent, "diagonal").scale.max()
@@ -568,20 +409,18 @@ class WindowedChains(Chains):
         if is_right and not is_early:
             points, pool, is_moved = self._renew_space(points, pool)
         self.frame = self._frame_of(pool, kind)
-        settled = self._is_stationary(log_densities, half)
-        is_stiff = fmean(self._failed[half:]) > limits.max_failed
+        settled, is_stiff = window.is_stationary(limits), window.is_stiff(limits)
         is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too
         self.adaptation = self.adaptation.with_step_size_spread(is_stiff)
         if is_stiff and self._jumps():
             self.kernel, is_new = "slice", True
             self.adaptation = slice_sampling.adaptation(self.policy, self.adaptation.max_gradients)
-        self._positions, self._log_densities, self._failed = [], [], []
-        self._window += is_right
-        self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
+        window.next_window(is_right)
+        self._place(points)
         self.gradients += 1
         self.start()
         is_final = settled and is_right and not (is_new or is_moved)
-        is_done = is_final and self._window >= limits.least_windows
+        is_done = is_final and window.num_windows >= limits.least_windows
         if is_early or is_done:
             self.phase, self._left = "tuning", limits.tuning
 
@@ -621,26 +460,6 @@ class WindowedChains(Chains):
         chosen = good[torch.randint(len(good), (len(stuck),), device=points.device)]
         return points.index_copy(0, stuck, points[chosen])
 
-    def _lost(self, log_densities: Tensor) -> Tensor:
-        """Return which chains stay where there is next to no mass: too few to be another mode,
-        with log-densities ``(num_transitions, num_chains)`` far below all others."""
-        ordered = log_densities.flatten().sort().values
-        low, middle, high = (ordered[len(ordered) * quarter // 4] for quarter in (1, 2, 3))
-        reach = (self.policy.frame.outlier_ranges * (high - low)).clamp(
-            min=self.policy.warmup.least_lost
-        )
-        lost = log_densities.amax(0) < middle - reach
-        return lost & (lost.double().mean() <= self.policy.warmup.max_lost)
-
-    def _is_stationary(self, log_densities: Tensor, half: int) -> bool:
-        early, late = log_densities[:half].mean(0), log_densities[half:].mean(0)
-        error = (late - early).std() / math.sqrt(len(late))
-        limits = self.policy.warmup
-        allowed = torch.maximum(
-            limits.drift_errors * error, limits.drift_sd * log_densities[half:].std()
-        )
-        return bool((late - early).mean().abs() <= allowed)
-
     def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
         assert self._space is not None
         return self._space.white_score(self.frame, white)
@@ -676,8 +495,7 @@ class SeparateChains(WindowedChains):
     def _end_window(self, is_early: bool) -> None:
         share = self._last_share = self._warmed()
         self.adaptation = self.adaptation.at(share)
-        self._positions, self._log_densities, self._failed = [], [], []
-        self._window = min(self._window + 1, self.policy.warmup.least_windows)
+        self.warmup.next_window(self.warmup.num_windows < self.policy.warmup.least_windows)
         if share >= 1:
             self.adaptation = self.adaptation.frozen()
             self.phase, self.warmup_gradients = "sampling", self.gradients

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_implicit.density.scales import DataScales
 from pyro_implicit.density.target import Target
-from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.driver import Chains
 from pyro_implicit.mcmc.kernels import KERNELS, sghmc
 from pyro_implicit.mcmc.kernels.step_choice import (
     Score,

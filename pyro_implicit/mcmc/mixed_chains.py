@@ -247,8 +247,7 @@ class MixedChains(WindowedChains):
         return False  # slices are for continuous latent variables
 
     def _end_window(self, is_early: bool) -> None:
-        path = torch.stack(self._positions[len(self._positions) // 2 :])
-        points = self.frame.to_points(path.flatten(0, 1))
+        points = self.frame.to_points(torch.cat(self.warmup.late))
         super()._end_window(is_early)
         self.learn_moves(points)
 
@@ -263,7 +262,7 @@ class MixedChains(WindowedChains):
     @property
     def is_apart(self) -> bool:
         """Whether the chains stay in separate modes at the end of their budget."""
-        drift, limit = self.last_drift, self.policy.stopping.apart_r_hat
+        drift, limit = self.convergence.drift, self.policy.stopping.apart_r_hat
         is_long = self.gradients >= self.max_gradients
         return is_long and (drift is None or drift.r_hat > limit)
 

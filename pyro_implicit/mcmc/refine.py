@@ -27,7 +27,8 @@ from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of, refuse_swapped
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
+from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.driver import Checkpoint, run
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.mixed_tempering import temper_mixed, why_not_tempered
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy

@@ -13,8 +13,8 @@ from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.posterior_draws import guide_of, refuse_swapped
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc.chains import Checkpoint, run
 from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.driver import Checkpoint, run
 from pyro_implicit.mcmc.frame import minibatch_frame
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling

@@ -17,8 +17,9 @@ from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import ArvizExport
 from pyro_implicit.guides.sampler import StoredDraws
-from pyro_implicit.mcmc.chains import Chains, WindowedChains
+from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.driver import Chains
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
@@ -364,7 +365,7 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
         moves=chains.moves,
         reparams=space.reparams,
         symmetries=str(chains.symmetries or ""),
-        drift=None if chains.last_drift is None else chains.last_drift.stated(),
+        drift=None if (drift := chains.convergence.drift) is None else drift.stated(),
         acceptance=chains.acceptance if KERNELS[chains.kernel].exact else None,
         failed=chains.failed,
         trajectory_length=chains.adaptation.trajectory_length,

@@ -360,10 +360,10 @@ def test_in_one_go_as_one_by_one(name):
             pyro.sample("x", fn)
 
     fast, slow = Target(model), Target(model)
-    slow._runs = BatchedRuns("slow", False)
+    slow._runs.batched = BatchedRuns("slow", False)
     latent = 0.5 * torch.randn(2, fast.latent_dim)
     found, looped = fast.score(latent), slow.score(latent)
-    assert fast._runs.mode == "vmap"
+    assert fast._runs.batched.mode == "vmap"
     if fast.latent_dim <= 4:
         found, looped = (*found, fast.hessian(latent)), (*looped, slow.hessian(latent))
     for one, other in zip(found, looped, strict=True):

@@ -164,7 +164,7 @@ def mixed_exactly(point: Tensor) -> Tensor:
 
 def test_bounded_elements_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     y = torch.tensor([4.0, 9.0])
-    monkeypatch.setattr("pyro_implicit.density.target.sites_to_sample", lambda _: SITES)
+    monkeypatch.setattr("pyro_implicit.density.initial_run.sites_to_sample", lambda _: SITES)
     target = Target(mixed, y, sample_discrete=True)
     # p, size, n, y, few, seen, label, z
     marginal = marginal_of(target, [4, 4, 0, 1, 0, 1, 2, 2, 3, 3])
@@ -324,7 +324,9 @@ def test_neighbours_of_one_site_are_exact() -> None:
         pyro.sample("gaps", dist.Normal(n.diff().float(), scale).to_event(0), obs=gaps)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pyro_implicit.density.target.sites_to_sample", lambda _: frozenset({"n"}))
+        patch.setattr(
+            "pyro_implicit.density.initial_run.sites_to_sample", lambda _: frozenset({"n"})
+        )
         target = Target(model, sample_discrete=True)
     depends = torch.tensor(
         [[0, 1, 0, 0, 1, 0], [0, 0, 1, 0, 1, 1], [0, 0, 0, 1, 0, 1]], dtype=torch.bool

@@ -228,7 +228,7 @@ def test_an_overflow_that_becomes_an_index_has_density_0(monkeypatch: Any) -> No
     far = points.clone()
     far[1] = 1000.0
     expected = [score(points)[k][[0, 2]] for k in (0, 1)]
-    monkeypatch.setattr(target._runs, "_one", None)
+    monkeypatch.setattr(target._runs.batched, "_one", None)
     for call in range(10):
         log_prob, gradient = score(far if call % 3 else points)
         torch.testing.assert_close(log_prob[[0, 2]], expected[0])

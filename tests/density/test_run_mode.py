@@ -25,11 +25,11 @@ pytestmark = pytest.mark.usefixtures("double")
 def both_ways(model, points):
     """Values and gradients in one go, without any warning, and one by one."""
     density, looped = Target(model), Target(model)
-    looped._runs = BatchedRuns("looped", False)
+    looped._runs.batched = BatchedRuns("looped", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = density.score(points)
-    assert density._runs.mode == "vmap"
+    assert density._runs.batched.mode == "vmap"
     return found, looped.score(points)
 
 

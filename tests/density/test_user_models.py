@@ -305,7 +305,7 @@ def test_in_one_go_as_one_by_one(name):
         warnings.simplefilter("error")
         density = Target(model)
         looped = Target(model)
-        looped._runs = BatchedRuns("looped", False)
+        looped._runs.batched = BatchedRuns("looped", False)
         points = density.init_loc + 0.3 * torch.randn(3, density.latent_dim)
         found, expected = density.score(points), looped.score(points)
         again = density.score(points)

@@ -19,8 +19,8 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.fitting import Fit, Schedule, checkpoint, train
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc.chains import Checkpoint
 from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.driver import Checkpoint
 from pyro_implicit.runtime import files as run_files
 
 

@@ -495,7 +495,7 @@ def test_a_spike_that_double_precision_removes(monkeypatch):
     def useless_in_float32(name, guide, target, *args, **kwargs):
         found = weigh(name, guide, target, *args, **kwargs)
         spike = LogWeights(torch.full((9,), -torch.inf))
-        return found if target._model.is_wide else replace(found, log_weights=spike)
+        return found if target.is_wide else replace(found, log_weights=spike)
 
     monkeypatch.setattr(stages, "weigh", useless_in_float32)
     result = fit(correlated, "auto", torch.tensor(1.5), **QUIET)
@@ -511,7 +511,7 @@ def test_double_precision_after_the_mean_field(monkeypatch):
     line = result.stages[0]
     assert line.name == "mean-field"
     assert "from here in float64, because of rounding errors of" in line.outcome
-    assert result.target._model.is_wide and result.refined.settled
+    assert result.target.is_wide and result.refined.settled
 
 
 def test_one_target_of_the_model_from_search_to_chains(monkeypatch):

@@ -260,8 +260,9 @@ def test_a_limit_that_ends_the_warm_up():
     assert "max_seconds" in str(result) and result.stuck == 0
     found = diagnose(regression, result, X, Y, progress=False)
     assert found.verdict != "trust" and "max_seconds" in str(found)
-    more = result.refine_more(max_gradients=400, progress=False)
+    more, again = (result.refine_more(max_gradients=400, progress=False) for _ in range(2))
     assert more.warmup_gradients > 0 and more.num_draws >= 12
+    assert more.get_samples()["rate"].equal(again.get_samples()["rate"])
 
 
 class Clock:
@@ -313,7 +314,7 @@ def test_trajectories_are_as_long_as_the_time_that_is_left(max_seconds, longest)
 
 def test_a_second_warm_up_without_budget_goes_on_for_one_transition():
     now = standing_chains(gradients=100, max_gradients=100)
-    now._began = 100, 0.0, 0.0
+    now.warmup.gradients = 100
     assert not now._ends_early()
     now.gradients += 2
     assert now._ends_early()
@@ -635,9 +636,9 @@ def test_what_a_later_check_sees_counts_against_an_earlier_one():
     walked = standing_chains(history=SimpleNamespace(seen=1000), phase="sampling")
     walked.history.drift = lambda *_: looks.pop(0)
     walked.warmup_gradients, walked.gradients = 1000, 1100
-    assert walked.check() is None and walked.settled == "converged"
+    assert walked.check() is None and walked.convergence.settled == "converged"
     walked.history.seen = 5000
-    assert walked.check() is None and walked.settled is None
+    assert walked.check() is None and walked.convergence.settled is None
 
 
 def test_chains_that_never_moved_are_counted():

@@ -19,7 +19,8 @@ from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import ChainPolicy, refine, teach
+from pyro_implicit.mcmc import ChainPolicy, chain_number, refine, teach
+from pyro_implicit.mcmc import chains as chains_module
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.policy import StoppingPolicy
@@ -105,6 +106,17 @@ def two_ridges():
 RIDGE = torch.tensor([[1.0, 0.999], [0.999, 1.0]])
 
 
+def time_scores(monkeypatch, seconds):
+    """Replace the measured seconds of a score of some chains by a function of their number."""
+    for module in (chain_number, chains_module):
+        monkeypatch.setattr(module, "seconds_of", lambda score, white: seconds(len(white)))
+
+
+def counted(calls, name, function):
+    """Return a function that appends its name to the calls."""
+    return lambda *args: calls.append(name) or function(*args)
+
+
 def walk(*args, **options):
     return refine_target(ChainSetup(*args, **options))
 
@@ -113,9 +125,7 @@ def walk(*args, **options):
 def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     """A diagonal frame and short trajectories on a ridge: chains diffuse."""
     timed = []
-    monkeypatch.setattr(
-        WindowedChains, "_seconds_of", lambda self, number: timed.append(number) or float(number)
-    )
+    time_scores(monkeypatch, lambda number: timed.append(number) or float(number))
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(256, 2) + 0.5})
     torch.manual_seed(0)
     found = walk(sampler, 256, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
@@ -135,12 +145,15 @@ def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch,
     sampler = Sampler(Target(ridge), {"x": torch.randn(256, 2)})
     chains = walk(sampler, 256, 200, policy=STRICT).chains
     spent = chains.gradients - chains.warmup_gradients
-    chains.last_drift = chains.last_drift._replace(r_hat=math.sqrt(1 + 3 * (1.1**2 - 1)))
+    drift = chains.convergence.drift._replace(r_hat=math.sqrt(1 + 3 * (1.1**2 - 1)))
+    chains.convergence.drift = drift
     left, chains.patience = round(3 * spent / needed), 1.0
     chains.max_gradients = before = chains.gradients + left
     thinned = []
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: float(number))
-    monkeypatch.setattr(WindowedChains, "_thin_out", lambda self, *args: thinned.append(args[0]))
+    time_scores(monkeypatch, float)
+    monkeypatch.setattr(
+        WindowedChains, "_warm_up_again", lambda self: thinned.append(len(self.state.position))
+    )
     chains._adapt_number()
     assert thinned == ([64] if needed > 2 else [])
     assert chains.max_gradients == before + (3 * left if needed > 2 else 0)
@@ -149,7 +162,7 @@ def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch,
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
     """Chains of two modes never meet; those of one mode with long memory keep their space."""
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     asked = []
 
     def refitted(self, latent, anew=False):
@@ -168,12 +181,46 @@ def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
     assert found.chains.gradients > found.chains.warmup_gradients > 120
 
 
+def test_a_new_space_and_fewer_chains_take_one_warm_up(monkeypatch):
+    """The frame in which the number is chosen is that of the warm-up."""
+    time_scores(monkeypatch, float)
+    monkeypatch.setattr(Space, "refitted", lambda self, _, anew=False: copy.copy(self))
+    start = torch.randn(256, 1) + 0.03 * torch.randn(256, 2)
+    start[::2] -= 40.0
+    chains = walk(Sampler(Target(two_ridges), {"x": start}), 256, 200, policy=STRICT).chains
+    calls = []
+    for owner, name in ((chains_module, "frame_at"), (WindowedChains, "start")):
+        monkeypatch.setattr(owner, name, counted(calls, name, getattr(owner, name)))
+    chains.patience = 1.0
+    chains._adapt_number()
+    assert (len(chains.state.position), calls) == (64, ["frame_at", "start"])
+    assert chains.state.log_density.isfinite().all() and chains.phase == "warm-up"
+
+
+@pytest.mark.parametrize("left", [0.0, 1.0])
+@pytest.mark.parametrize("step", ["_adapt_number", "_goes_on"])
+def test_draws_stay_if_time_is_too_short_for_another_warm_up(monkeypatch, step, left):
+    """It would replace them by the last positions of a warm-up."""
+    time_scores(monkeypatch, float)
+    monkeypatch.setattr(Space, "refitted", lambda self, _, anew=False: copy.copy(self))
+    sampler = Sampler(Target(ridge), {"x": torch.randn(256, 2)})
+    chains = walk(sampler, 256, 200, policy=STRICT).chains
+    chains.convergence.drift = chains.convergence.drift._replace(r_hat=2.0)
+    chains.patience, chains.cpu_seconds, chains.seconds = math.inf, 1.0, 1.0
+    chains.max_gradients, chains.max_seconds = chains.gradients, 1.0 + left
+    before = chains.history
+    getattr(chains, step)()
+    assert (chains.history is before) == (left == 0.0)
+    assert (chains.convergence.drift is None) == (left > 0.0)
+    assert (chains.phase == "sampling") == (left == 0.0)
+
+
 @pytest.mark.parametrize("is_at_limit", [True, False])
 def test_long_memory_leads_to_longer_trajectories(monkeypatch, is_at_limit):
     """If fewer chains would cost as much, and trajectories are as long as they may be. Each
     transition counts as a second."""
     monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     if not is_at_limit:
         monkeypatch.setattr(ChEES, "is_at_limit", False)
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
@@ -189,7 +236,7 @@ def test_patience_ends(monkeypatch):
     """Chains that stay unusable double their gradients until the seconds are spent."""
     spent = []
     monkeypatch.setattr(time, "process_time", lambda: spent.append(0) or 0.01 * len(spent))
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     found = walk(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
@@ -199,7 +246,7 @@ def test_patience_ends(monkeypatch):
 
 def test_an_extended_budget_ends_once_errors_are_usable(monkeypatch):
     monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    time_scores(monkeypatch, lambda number: 1.0)
     limits = StoppingPolicy(max_usable_error=0.06, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     torch.manual_seed(0)

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pyro_implicit.mcmc import stopping
-from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.convergence import Convergence
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, tracked
@@ -209,16 +208,8 @@ def test_the_log_density_is_not_clamped():
     ],
 )
 def test_chains_end_before_their_budget(settled, r_hat, gradients, is_extended, ends):
-    chains = SimpleNamespace(
-        settled=settled,
-        last_drift=Drift(0.01, 0.01, r_hat),
-        gradients=gradients,
-        warmup_gradients=300,
-        state=SimpleNamespace(position=torch.zeros(256, 1)),
-        policy=DEFAULT,
-        _is_extended=is_extended,
-    )
-    assert WindowedChains._may_end(chains) is ends
+    found = Convergence(16, Drift(0.01, 0.01, r_hat), settled)
+    assert found.may_end(gradients - 300, 300, 256, DEFAULT.stopping, is_extended) is ends
 
 
 def test_words_of_errors_that_have_no_bound():

@@ -19,7 +19,7 @@ from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
-from pyro_implicit.mcmc.chains import run
+from pyro_implicit.mcmc.driver import run
 from pyro_implicit.mcmc.policy import DEFAULT, SlicePolicy, StoppingPolicy, TemperingPolicy
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup

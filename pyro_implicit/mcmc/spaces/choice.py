@@ -21,6 +21,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
 from pyro_implicit.mcmc.chains import SeparateChains, WindowedChains
+from pyro_implicit.mcmc.convergence import Convergence
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import KERNELS
@@ -367,7 +368,7 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         space=space.name,
         middle=space.middle,
         symmetries=plan.symmetries,
-        _next_check=policy.stopping.first_check,
+        convergence=Convergence(policy.stopping.first_check),
         **options,
     )
     chains.attach(space)

@@ -213,7 +213,7 @@ def test_a_model_that_raises_everywhere():
     with pytest.raises(torch.linalg.LinAlgError):
         Target(picky, torch.tensor(1e3))
     density = Target(picky, torch.tensor(-1e3))
-    density._model.args = density.args = (torch.tensor(1e3),)
+    density._runs.model.args = density.args = (torch.tensor(1e3),)
     with pytest.raises(
         ValueError, match="at none of 50 draws .*model.* raises .*LinAlgError: linalg.chol"
     ):
@@ -299,10 +299,10 @@ def test_a_model_that_raises_where_its_gradient_is_asked_for(x, cure):
 
 def test_a_type_error_is_no_fault_of_the_draws():
     density = Target(product, Y[:, None], Y)
-    density._model.args = density.args = (Y[:, None].numpy(), Y)
+    density._runs.model.args = density.args = (Y[:, None].numpy(), Y)
     message = "it raises TypeError: unsupported .*Cure: torch.as_tensor of these arguments$"
     assert re.search(message, blame(density, torch.zeros(2, 1)))
-    density._model.args = density.args = (None, Y)
+    density._runs.model.args = density.args = (None, Y)
     message = "it raises TypeError: .*Cure: arguments of the types that the model takes$"
     assert re.search(message, blame(density, torch.zeros(2, 1)))
 
