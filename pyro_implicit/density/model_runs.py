@@ -50,6 +50,15 @@ class ModelRuns:
         runs.batched = copy.copy(self.batched)  # the conversion may fail
         return runs
 
+    def refusing_random(self, owner: str) -> ModelRuns:
+        """Return runs that refuse a model which is random beyond its latent variables.
+
+        :param owner: whose runs they are, for messages.
+        """
+        runs = copy.copy(self)
+        runs.batched = BatchedRuns(owner, refuses_random=True)
+        return runs
+
     def _of(self, model: Model) -> ModelRuns:
         runs = copy.copy(self)
         runs.model = model

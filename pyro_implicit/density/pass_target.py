@@ -10,7 +10,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.scales import DataScales
 from pyro_implicit.density.target import Target
@@ -171,7 +170,7 @@ class RowsTarget(PassTarget):
 
     def __init__(self, target: Target, batches: Iterable[tuple]) -> None:
         target = copy.copy(target)
-        target._runs = BatchedRuns(type(self).__name__, refuses_random=True)
+        target._runs = target._runs.refusing_random(type(self).__name__)
         vars(self).update(vars(target))
         vars(self).pop("_seconds", None)  # of one minibatch
         self.of_minibatch = target
