@@ -23,7 +23,7 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
@@ -92,7 +92,8 @@ class Calibration(Printed):
         yield f"Verdict: {found}"
 
 
-def simulation_based_calibration(  # not in turn: threads of an executor wait for theirs
+@with_seed  # not in turn: threads of an executor wait for theirs
+def simulation_based_calibration(
     model: Callable[..., Any],
     fit: Callable[[Callable[[], Any]], Callable[..., Any] | Mapping[str, Tensor]],
     *args: Any,
@@ -100,6 +101,7 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
     num_draws: int = 99,
     num_bins: int = 10,
     executor: Executor | None = None,
+    seed: int | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
@@ -138,8 +140,10 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
     :param num_draws: number of independent draws of each fit; thin those of MCMC.
     :param num_bins: number of bins of the histograms, at most a fifth of ``num_simulations``.
     :param executor: runs the fits, for instance a ``concurrent.futures.ProcessPoolExecutor`` or the
-        ``get_executor()`` of a Dask client, for which ``model`` and ``fit`` must be picklable. Each
-        fit then has a random stream of its own, whose seed is drawn from the caller's.
+        ``get_executor()`` of a Dask client, for which ``model`` and ``fit`` must be picklable.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used. Each fit has a stream of its own, so the result is
+        the same with and without an executor.
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: a :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
     :raises ValueError: for a site that cannot be simulated (a flat prior, a factor), for a model
@@ -159,9 +163,8 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
             f"num_simulations and at most num_draws + 1, but got {num_bins}"
         )
     kwargs = {**kwargs, **(model_kwargs or {})}
-    # Before any fit, which may reset the random stream (``pyro.set_rng_seed``).
     simulations = _simulations(model, args, kwargs, num_simulations)
-    seeds = [None if executor is None else int(torch.randint(2**31, ())) for _ in simulations]
+    seeds = torch.randint(2**31, (len(simulations),)).tolist()
     tasks = [
         (fit, partial(poutine.condition(model, data), *args, **kwargs), truth, num_draws, seed)
         for (truth, data), seed in zip(simulations, seeds, strict=True)

@@ -37,7 +37,7 @@ from pyro_implicit.guides.posterior_draws import (
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
-from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread
+from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.progress import announce, watching
 from pyro_implicit.runtime.sites import is_close
@@ -46,6 +46,7 @@ __all__ = ["diagnose", "plan_effort"]
 
 
 @in_turn
+@with_seed
 @torch.no_grad()
 def diagnose(
     model: Callable[..., Any] | Target,
@@ -58,6 +59,7 @@ def diagnose(
     chunk_size: int = 500,
     max_seconds: float = 60.0,
     quantities: Quantities = "auto",
+    seed: int | None = None,
     progress: bool = True,
     policy: VerdictPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
@@ -150,6 +152,8 @@ def diagnose(
         :func:`~pyro_implicit.nn.classifier` and :func:`~pyro_implicit.nn.regressor` have their
         predictions checked at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`),
         other models their ``"latents"``.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param progress: whether to show a progress bar and the estimated time in a terminal.
     :param policy: the limits of the verdict; by default those of
         :class:`~pyro_implicit.diagnostics.VerdictPolicy`.

@@ -49,7 +49,7 @@ from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
-from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
 from pyro_implicit.runtime.progress import Stage, new_stage
 from pyro_implicit.runtime.sites import unplated_as_events
@@ -201,9 +201,16 @@ class Fit(Printed):
             self.guide.attach(model)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def sample(
-        self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
+        self,
+        num_samples: int,
+        *args: Any,
+        corrected: bool | None = None,
+        seed: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Draw from the posterior: refined or corrected draws if available, else from the guide.
 
@@ -211,6 +218,9 @@ class Fit(Printed):
         :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
         :param corrected: whether to resample two effective draws of a guide with an exact density
             to one, by Pareto-smoothed importance weights; by default if ``correction`` is set.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :param model_kwargs: keyword arguments of the guide whose names this method has, too.
         :returns: by site, ``(num_samples, *site_shape)``.
         :raises ValueError: for no draws, and for ``corrected=True`` and a guide without an exact
             density.
@@ -222,7 +232,9 @@ class Fit(Printed):
             return self._with_values(self._corrected(num_samples))
         has_draws = self.refined is not None or self.draws is not None
         guide = self._posterior(num_samples) if has_draws else self.guide
-        return self._with_values(draw(guide, num_samples, *args, **kwargs))
+        return self._with_values(
+            draw(guide, num_samples, *args, **{**kwargs, **(model_kwargs or {})})
+        )
 
     @property
     @in_turn
@@ -269,12 +281,15 @@ class Fit(Printed):
             return StoredDraws(self._corrected(num_corrected), settled=True, modes_weighed=True)
         return self.guide
 
+    @with_seed
     @_by_own_parameters
     def refine_more(
         self,
         max_seconds: float | None = None,
         max_gradients: int | None = None,
         progress: bool = True,
+        *,
+        seed: int | None = None,
     ) -> Fit:
         """Continue the chains where they stopped, also after :meth:`load` with model and data.
 
@@ -284,6 +299,8 @@ class Fit(Printed):
         :param max_gradients: further gradients of each chain; by default as many as before. See
             :meth:`Refined.refine_more <pyro_implicit.mcmc.Refined.refine_more>`.
         :param progress: whether to show a bar.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: a new result; this one does not change.
         :raises ValueError: without chains of all data.
         """
@@ -400,7 +417,9 @@ class Fit(Printed):
         _, args, kwargs = self.source
         return compare(self.model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
 
-    def summary(self, num_samples: int | None = None, hdi_prob: float = 0.9) -> Any:
+    def summary(
+        self, num_samples: int | None = None, hdi_prob: float = 0.9, *, seed: int | None = None
+    ) -> Any:
         """Return ArviZ's summary of each element of each site.
 
         **Example:**
@@ -416,21 +435,25 @@ class Fit(Printed):
 
         :param num_samples: as for :meth:`to_datatree`.
         :param hdi_prob: the mass of the highest-density intervals.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: a data frame with mean, sd, interval, Monte Carlo standard errors (MCSE),
             effective sample sizes (ESS) and R-hat. Draws without chains count as independent, and
             have no R-hat; resampled draws (``correction``) are worth fewer than their ESS.
         :raises ImportError: without ArviZ 0.x.
         """
-        data = self.to_inferencedata(num_samples)
+        data = self.to_inferencedata(num_samples, seed=seed)
         with quiet_arviz() as arviz:  # a single chain has no R-hat
             return arviz.summary(data, hdi_prob=hdi_prob, round_to="none")
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def check_prior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         num_draws: int = DECISIONS.num_replicas,
+        *,
         seed: int | None = None,
     ) -> PredictiveCheck:
         """Compare the observed data with data that are drawn from the prior.
@@ -442,14 +465,16 @@ class Fit(Printed):
             the errors.
         :raises ValueError: also for a flat prior, which has no draws.
         """
-        return self._check("prior", statistics, num_draws, seed)
+        return self._check("prior", statistics, num_draws)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def check_posterior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         num_draws: int = DECISIONS.num_replicas,
+        *,
         seed: int | None = None,
     ) -> PredictiveCheck:
         r"""Compare the observed data with data that are drawn from the posterior.
@@ -477,7 +502,8 @@ class Fit(Printed):
             of continuous data; mean, standard deviation, share of zeros and maximum of counts; the
             share of ones of binary data.
         :param num_draws: the number of data sets, about.
-        :param seed: of the data sets; by default the current streams are used.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: numbers by site, with ``plot()``; ``print`` shows a table and names faults.
         :raises ImportError: without ArviZ 0.x.
         :raises ValueError: for a result without draws, a model without observed sites, constant
@@ -492,25 +518,25 @@ class Fit(Printed):
            applications in goodness-of-fit evaluation and multiple sample comparison*.
         3. Kleiber and Zeileis (2016), *Visualizing count data regressions using rootograms*.
         """
-        return self._check("posterior", statistics, num_draws, seed)
+        return self._check("posterior", statistics, num_draws)
 
     def _check(
         self,
         group: Literal["prior", "posterior"],
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None,
         num_draws: int,
-        seed: int | None,
     ) -> PredictiveCheck:
         refuse_counts(DECISIONS.num_groups, num_draws=num_draws)
-        with seeded(seed):
-            return predictive_check(group, self.target, self.draws_by_chain(num_draws), statistics)
+        return predictive_check(group, self.target, self.draws_by_chain(num_draws), statistics)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def sensitivity(
         self,
         prior_sites: Collection[str] | None = None,
         quantities: Function | None = None,
+        *,
         seed: int | None = None,
     ) -> Sensitivity:
         r"""Compute how the posterior depends on its prior and its likelihood, by power-scaling.
@@ -540,7 +566,8 @@ class Fit(Printed):
         :param quantities: a function of a dict of draws by site, ``(num_draws, *site_shape)``, to a
             tensor or a dict of tensors ``(num_draws, *shape)``, for instance predictions. By
             default all elements of all sites.
-        :param seed: of draws without chains; by default the current streams are used.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: sensitivities, diagnosis, and curves with the k-hat of their weights.
         :raises ImportError: without ArviZ 0.x.
         :raises ValueError: for a result without draws, an unknown site, or densities that are not
@@ -552,16 +579,18 @@ class Fit(Printed):
         1. Kallioinen, Paananen, Bürkner and Vehtari (2023), *Detecting and diagnosing prior and
            likelihood sensitivity with power-scaling*.
         """
-        with seeded(seed):
-            draws = self.draws_by_chain(DECISIONS.num_draws)
+        draws = self.draws_by_chain(DECISIONS.num_draws)
         return power_scaling(self.target, draws, prior_sites, quantities)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
-    def draws_by_chain(self, num_draws: int) -> dict[str, Tensor]:
+    def draws_by_chain(self, num_draws: int, *, seed: int | None = None) -> dict[str, Tensor]:
         """Return draws of the posterior by chain; independent draws in groups of equal size.
 
         :param num_draws: of all chains, about.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: by site, ``(num_chains, num_draws, *site_shape)``, evenly spaced along the chains.
         :raises ValueError: for a result without a guide or draws.
         """
@@ -575,7 +604,7 @@ class Fit(Printed):
                 'the result has no posterior draws. Cure: the result of fit(model, "auto", ...)'
             )
         number = DECISIONS.num_groups * max(1, num_draws // DECISIONS.num_groups)
-        draws = self.sample(number, *self.source[1], **self.source[2])
+        draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
         return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
 
     def _by_chain(self, chains: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -592,6 +621,7 @@ class Fit(Printed):
         return 1 / (1 + (1 - self.correction) / self.policy.correction.oversampling)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def to_datatree(
         self,
@@ -603,6 +633,7 @@ class Fit(Printed):
         num_chains: int | None = 4,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Any:
         """Draws of the posterior as an xarray ``DataTree`` in ArviZ's layout.
 
@@ -612,13 +643,15 @@ class Fit(Printed):
             refined draws in ``num_chains`` long chains, or 2,000 draws without chains.
         :param log_likelihood: like the other arguments and errors, as for
             :meth:`~pyro_implicit.export.ArvizExport.to_datatree`.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         """
         if num_samples is None and self.refined is not None:
             chains = self._by_chain(self.refined.get_samples(group_by_chain=True))
             posterior = joined(chains, num_chains)
         else:
             number = num_samples or self.policy.num_exported
-            draws = self.sample(number, *self.source[1], **self.source[2])
+            draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
         source = (self.model, *self.source[1:])
         groups = model_groups(posterior, source, log_likelihood, posterior_predictive, prior)

@@ -191,6 +191,7 @@ def test_an_executor_runs_the_fits(kind):
             return ranks_by(executor)
 
     assert run().equal(run())  # whatever the order of the threads
+    assert run().equal(ranks_by(None))
 
 
 def test_a_dask_cluster_runs_the_fits(monkeypatch):
