@@ -57,7 +57,7 @@ def diagnose(
     modes: Tensor | Literal["search"] | None = "search",
     num_transitions: int = 20,
     chunk_size: int = 500,
-    max_seconds: float = 60.0,
+    max_core_seconds: float = 60.0,
     quantities: Quantities = "auto",
     seed: int | None = None,
     progress: bool = True,
@@ -141,11 +141,11 @@ def diagnose(
         dominates: 20 transitions take 160 gradients at 500 points. Models that ``torch.func.vmap``
         cannot run, or that raise errors on the way, have no short HMC.
     :param chunk_size: the number of draws that are evaluated at once; bounds memory.
-    :param max_seconds: limit of the model's evaluations in seconds of one core, estimated from
-        operation counts, so that equal seeds give equal results. More expensive checks are reduced
-        or skipped, and the report says so. The density of implicit guides is counted, too: it is
-        expensive for hundreds of latent variables, and if 500 weights exceed the limit, none are
-        computed.
+    :param max_core_seconds: the budget of the model's evaluations in seconds of one core, estimated
+        from operation counts and not measured by the clock, so that equal seeds give equal results.
+        More expensive checks are reduced or skipped, and the report says so. The density of
+        implicit guides is counted, too: it is expensive for hundreds of latent variables, and if
+        500 weights exceed the budget, none are computed.
     :param quantities: a function of constrained draws by site, ``(num_draws, *site_shape)``, that
         returns a tensor or a dict of tensors ``(num_draws, *shape)``, which are checked in place of
         the latents, as in :func:`~pyro_implicit.refine`. By default, models of
@@ -160,10 +160,10 @@ def diagnose(
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
     :raises TypeError: for another order of arguments, or missing ones.
-    :raises ValueError: for too few draws, a ``max_seconds`` or ``chunk_size`` that is not positive,
-        bad ``modes``, a guide that lacks a latent of the model, given draws outside of the support
-        of their latent, a subsampled plate, and ``loss`` or ``quantities`` for a model whose
-        discrete latents are sampled.
+    :raises ValueError: for too few draws, a ``max_core_seconds`` or ``chunk_size`` that is not
+        positive, bad ``modes``, a guide that lacks a latent of the model, given draws outside of
+        the support of their latent, a subsampled plate, and ``loss`` or ``quantities`` for a model
+        whose discrete latents are sampled.
 
     **References:**
 
@@ -175,7 +175,7 @@ def diagnose(
     3. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     refuse_swapped("diagnose", model, guide)
-    refuse_nonpositive(max_seconds=max_seconds)
+    refuse_nonpositive(max_core_seconds=max_core_seconds)
     refuse_counts(chunk_size=chunk_size)
     refuse_counts(0, num_transitions=num_transitions)
     guide = posterior_of("diagnose", guide)
@@ -228,7 +228,7 @@ def diagnose(
         num_transitions,
         isinstance(modes, str),
         chunk_size,
-        max_seconds,
+        max_core_seconds,
         EFFORT.num_chains if function is None else EFFORT.num_observed_chains,
         weight,
     )
@@ -244,7 +244,7 @@ def plan_effort(
     num_transitions: int,
     can_search: bool,
     chunk_size: int,
-    max_seconds: float,
+    max_core_seconds: float,
     num_chains: int = EFFORT.num_chains,
     weight: float = 0.0,
 ) -> Effort:
@@ -268,7 +268,7 @@ def plan_effort(
     :param num_transitions: the requested number of HMC transitions.
     :param can_search: whether the mode search may run.
     :param chunk_size: draws in memory at a time.
-    :param max_seconds: the budget in seconds of one core, from operation counts.
+    :param max_core_seconds: the budget in seconds of one core, from operation counts.
     :param num_chains: the largest number of HMC chains.
     :param weight: seconds that the guide's density at one draw takes.
     """
@@ -285,10 +285,10 @@ def plan_effort(
         iteration = seconds_of_climb(target) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full
-    share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
+    share, spared, unweighed = max_core_seconds / (3 if can_search else 2), [], ""
     least = max(least_samples, min(num_samples, EFFORT.num_chains))
     if weight * least > share:
-        cost = f"{weight * least:,.1f} s, more than max_seconds grants"
+        cost = f"{weight * least:,.1f} s, more than max_core_seconds allows"
         unweighed = f"{least} of them would take {cost}"
         spared.append("importance weights")
         weight = 0.0

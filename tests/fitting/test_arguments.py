@@ -261,6 +261,11 @@ REFUSED = {
         TypeError,
         "'num_sample', which diagnose passes on.*Cure: num_samples=",
     ),
+    "wall time for diagnose": (
+        lambda: diagnose(two_latents, AutoNormal(two_latents), X2, Y20, max_seconds=5.0),
+        TypeError,
+        "'max_seconds', which diagnose passes on.*Cure: max_core_seconds=",
+    ),
     "misspelt for evidence_bound": (
         lambda: evidence_bound(two_latents, AutoNormal(two_latents), X2, Y20, num_sample=5),
         TypeError,
