@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,6 +35,7 @@ from pyro_implicit.guides.posterior_draws import (
 )
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
+from pyro_implicit.infer.policy import BOUNDS
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
@@ -336,8 +336,6 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
     target, guide = sampler.target, sampler.guide
     if isinstance(guide, StoredDraws):
         return 0.0
-    defaults = inspect.signature(weighted_draws).parameters
-    num_steps = defaults["num_steps"].default * defaults["num_starts"].default
 
     def seconds(steps: int) -> float:
         return estimated_seconds(
@@ -355,7 +353,7 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
             step = (seconds(3) - one) / 2
         except Exception:  # the verdict reports it
             return 0.0
-    return (one + (num_steps - 1) * max(0.0, step)) / chunk_size
+    return (one + (BOUNDS.num_steps * BOUNDS.num_starts - 1) * max(0.0, step)) / chunk_size
 
 
 def check_modes(modes: Tensor | str | None, dim: int) -> None:
