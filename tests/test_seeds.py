@@ -85,6 +85,14 @@ CALLS = {
         compare(model, result().guide, {"x": torch.linspace(-1, 2, 100)}, Y, **seed).floor_ratio
     ),
     "simulation_based_calibration": calibrate,
+    "Fit.diagnose": lambda **seed: (
+        (
+            result().diagnose(num_samples=100, num_transitions=0, modes=None, **QUIET, **seed)
+        ).bound.value
+    ),
+    "Fit.compare": lambda **seed: (
+        result().compare({"x": torch.linspace(-1, 2, 100)}, **seed).floor_ratio
+    ),
     "Fit.sample": lambda **seed: result().sample(5, Y, **seed)["x"],
     "Fit.draws_by_chain": lambda **seed: result().draws_by_chain(20, **seed)["x"],
     "Fit.check_prior_predictive": lambda **seed: str(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
+from pyro.infer import ELBO
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -27,8 +28,8 @@ from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.diagnostics.policy import EFFORT
-from pyro_implicit.diagnostics.quantities import Function
+from pyro_implicit.diagnostics.policy import EFFORT, ComparePolicy, VerdictPolicy
+from pyro_implicit.diagnostics.quantities import Function, Quantities
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
@@ -377,45 +378,104 @@ class Fit(Printed):
             )
         return fit_update(self, model, args, sites, model_kwargs, options)
 
+    @in_turn
+    @with_seed
     @_by_own_parameters
-    def diagnose(self, **options: Any) -> Diagnosis:
+    def diagnose(
+        self,
+        *,
+        num_samples: int | None = None,
+        loss: ELBO | None = None,
+        modes: Tensor | Literal["known", "search"] | None = "known",
+        num_transitions: int | None = None,
+        chunk_size: int = EFFORT.chunk_size,
+        max_core_seconds: float = EFFORT.max_core_seconds,
+        quantities: Quantities = "auto",
+        seed: int | None = None,
+        progress: bool = True,
+        policy: VerdictPolicy | None = None,
+    ) -> Diagnosis:
         """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.
 
-        It reuses what ``fit`` knows: the modes of its search, and of chains that have converged
-        that their draws do not drift, so that no short HMC runs. For a second opinion, which
-        searches again from other draws of the prior, pass ``modes="search"`` and
-        ``num_transitions=20``. Discrete latent variables that were summed out one by one are summed
-        out here, too: the checks are those of the continuous ones, which have gradients.
+        Discrete latent variables that were summed out one by one are summed out here, too: the
+        checks are those of the continuous ones, which have gradients.
 
-        :param options: options of that function.
+        :param num_samples: as for :func:`~pyro_implicit.diagnose`, like all arguments without a
+            description here: ``loss``, ``chunk_size``, ``max_core_seconds``, ``quantities``,
+            ``progress`` and ``policy``.
+        :param modes: ``"known"`` takes the modes of the search of ``fit``, and searches if there
+            are none. ``"search"`` searches in any case, from other draws of the prior. A tensor
+            gives the modes, and None skips the check.
+        :param num_transitions: transitions of short HMC. By default 20, but 0 for chains that have
+            converged, because their draws do not drift.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :raises TypeError: for an argument of another name.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
+        options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "loss": loss,
+            "chunk_size": chunk_size,
+            "max_core_seconds": max_core_seconds,
+            "quantities": quantities,
+            "progress": progress,
+            "policy": policy,
+        }
         if self.marginal is not None and self.target.sampled:
+            options |= {"modes": modes, "num_transitions": num_transitions}
             return replace(self.marginal.diagnose(**options), extrapolated=self.extrapolated)
-        known: dict[str, Any] = {}
-        is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
-        modes = None if self.marginal is not None or is_network else self.modes
-        if modes is not None and "quantities" not in options:
-            if modes.shape[-1] == self.target.latent_dim:  # others are of a marginal density
-                known["modes"] = modes
-        refined = self.refined
-        if isinstance(refined, Refined) and refined.stopped == "converged" and not refined.weights:
-            known["num_transitions"] = 0
-        options = known | options
-        draws = self._posterior(options.get("num_samples") or EFFORT.num_samples)
-        found = diagnose(self.target, draws, **options)
+        if isinstance(modes, str) and modes == "known":
+            known = None if callable(quantities) else self._known_modes
+            modes = "search" if known is None else known
+        if num_transitions is None:
+            num_transitions = 0 if self._has_converged else EFFORT.num_transitions
+        draws = self._posterior(num_samples or EFFORT.num_samples)
+        found = diagnose(
+            self.target, draws, modes=modes, num_transitions=num_transitions, **options
+        )
         held_out = next(reversed(self.held_out.values()), None)
         return replace(found, held_out=held_out, extrapolated=self.extrapolated)
 
+    @property
+    def _known_modes(self) -> Tensor | None:
+        """The modes of the search; None if they are of a marginal density, or of single weights."""
+        is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
+        if self.modes is None or self.marginal is not None or is_network:
+            return None
+        return self.modes if self.modes.shape[-1] == self.target.latent_dim else None
+
+    @property
+    def _has_converged(self) -> bool:
+        found = self.refined
+        return isinstance(found, Refined) and found.stopped == "converged" and not found.weights
+
+    @in_turn
+    @with_seed
     @_by_own_parameters
-    def compare(self, reference: Any, **options: Any) -> Comparison:
+    def compare(
+        self,
+        reference: Any,
+        *,
+        num_samples: int | None = None,
+        quantities: Quantities = "auto",
+        seed: int | None = None,
+        policy: ComparePolicy | None = None,
+    ) -> Comparison:
         """Return :func:`~pyro_implicit.compare` of these draws with a reference, for instance NUTS.
 
-        :param reference: an ``MCMC``, draws or another guide.
-        :param options: options of that function.
+        :param reference: an ``MCMC`` that has run, another object with ``get_samples()``, or draws
+            by site.
+        :param num_samples: as for :func:`~pyro_implicit.compare`, like ``quantities`` and
+            ``policy``.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :raises TypeError: for an argument of another name.
         """
         _, args, kwargs = self.source
-        return compare(self.model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
+        options: dict[str, Any] = {"num_samples": num_samples, "quantities": quantities}
+        options |= {"policy": policy, "model_kwargs": kwargs}
+        return compare(self.model, self.posterior, reference, *args, **options)
 
     def summary(
         self, num_samples: int | None = None, hdi_prob: float = 0.9, *, seed: int | None = None
