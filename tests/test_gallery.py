@@ -22,7 +22,8 @@ from pyro.infer.autoguide import AutoNormal
 import pyro_implicit
 from pyro_implicit import diagnose, fit
 from pyro_implicit.decisions.policy import DECISIONS
-from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy, SimulatorPolicy
+from pyro_implicit.fitting import Fit, FitPolicy, SimulatorPolicy
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.runtime.sites import is_discrete_latent
 

@@ -17,9 +17,10 @@ from pyro.infer import Predictive
 from torch import distributed
 
 from pyro_implicit import diagnose, fit
-from pyro_implicit.density import Groups, MarginalTarget
+from pyro_implicit.density.groups import Groups
+from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.mode_search import Modes
-from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy, hierarchy
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, hierarchy
 from pyro_implicit.fitting.hierarchy import (
     _choose_rule,
     _climb_all,
@@ -27,6 +28,7 @@ from pyro_implicit.fitting.hierarchy import (
     _moved,
     _weigh,
 )
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import NormalRule
