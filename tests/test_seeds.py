@@ -46,7 +46,7 @@ def calibrated(conditioned):
 
 
 def calibrate(**seed):
-    options = {"num_simulations": 10, "num_draws": 9, "num_bins": 2}
+    options = {"num_simulations": 10, "num_samples": 9, "num_bins": 2}
     return simulation_based_calibration(model, calibrated, Y, **options, **seed).ranks["x"]
 
 
@@ -96,10 +96,10 @@ CALLS = {
     "Fit.sample": lambda **seed: result().sample(5, Y, **seed)["x"],
     "Fit.draws_by_chain": lambda **seed: result().draws_by_chain(20, **seed)["x"],
     "Fit.check_prior_predictive": lambda **seed: str(
-        result().check_prior_predictive(num_draws=100, **seed)
+        result().check_prior_predictive(num_samples=100, **seed)
     ),
     "Fit.check_posterior_predictive": lambda **seed: str(
-        result().check_posterior_predictive(num_draws=100, **seed)
+        result().check_posterior_predictive(num_samples=100, **seed)
     ),
     "Fit.sensitivity": lambda **seed: result().sensitivity(**seed).prior,
     "Fit.to_datatree": lambda **seed: result().to_datatree(5, **seed).posterior["x"].values,

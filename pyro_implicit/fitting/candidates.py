@@ -227,7 +227,7 @@ def frame_of_draws(draws: Tensor) -> Frame:
     >>> frame_of_draws(torch.tensor([[1.0], [3.0], [5.0]])).scale_tril.round(decimals=3)
     tensor([[2.]])
 
-    :param draws: ``(num_draws, latent_dim)``; rows that are not finite are ignored.
+    :param draws: ``(num_samples, latent_dim)``; rows that are not finite are ignored.
     """
     draws = draws[draws.isfinite().all(-1)]
     centered = (draws - draws.mean(0)) / (len(draws) - 1) ** 0.5
@@ -240,7 +240,7 @@ def weigh(
     guide: AutoGuide,
     target: Target,
     losses: list[float] | None = None,
-    num_draws: int | None = None,
+    num_samples: int | None = None,
     policy: ChoicePolicy | None = None,
 ) -> Candidate:
     """Compute log p - log q at 1,000 draws of a guide, and drop the lowest 10.
@@ -262,15 +262,15 @@ def weigh(
     :param guide: an autoguide with a density, or a semi-implicit one.
     :param target: the posterior.
     :param losses: the losses of its training.
-    :param num_draws: the number of draws that the candidate keeps; by default that of the policy.
+    :param num_samples: the number of draws that the candidate keeps; by default that of the policy.
     :param policy: the number of log-weights and the share that is dropped.
     """
     policy = policy or DEFAULT.choice
     log_weights = _log_weights(guide, target, policy).trimmed(policy.trimmed)
     state = {name: value.clone() for name, value in guide.state_dict().items()}
     posterior = guide.get_posterior(*target.args, **target.kwargs)
-    num_draws = policy.num_kept if num_draws is None else num_draws
-    draws = posterior.sample(torch.Size((num_draws,)))
+    num_samples = policy.num_kept if num_samples is None else num_samples
+    draws = posterior.sample(torch.Size((num_samples,)))
     return Candidate(name, guide, log_weights, draws, losses or [], state)
 
 
@@ -336,7 +336,7 @@ def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogW
 def exact_log_weights(
     guide: AutoGuide,
     target: Target,
-    num_draws: int,
+    num_samples: int,
     log_prob: Callable[[Tensor], Tensor] | None = None,
     noise: Tensor | None = None,
     wide: CorrectionPolicy | None = None,
@@ -356,9 +356,9 @@ def exact_log_weights(
 
     :param guide: a guide for which ``has_exact_density`` is true.
     :param target: the posterior.
-    :param num_draws: the number of draws.
+    :param num_samples: the number of draws.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
-    :param noise: the standard normal noise of the draws ``(num_draws, latent_dim)``, for instance
+    :param noise: the standard normal noise of the draws ``(num_samples, latent_dim)``, for instance
         of Sobol points; by default random. A mixture has none. With ``wide``, one more column
         selects the scales.
     :param wide: widens the noise of some draws, so that they reach tails which the guide lacks.
@@ -374,9 +374,9 @@ def exact_log_weights(
         noise = _widened_noise(noise, wide)
     parts, log_weights = [], []
     log_prob = log_prob or target.log_prob
-    for first in range(0, num_draws, DRAWS_AT_ONCE):
+    for first in range(0, num_samples, DRAWS_AT_ONCE):
         if noise is None or isinstance(guide, AutoMixture):
-            part = q.sample(torch.Size((min(DRAWS_AT_ONCE, num_draws - first),)))
+            part = q.sample(torch.Size((min(DRAWS_AT_ONCE, num_samples - first),)))
         else:
             part = guide.get_transform()(noise[first : first + DRAWS_AT_ONCE])
         parts.append(part)
@@ -470,8 +470,8 @@ def mixture_weights(
     if not components:
         raise ValueError("mixture_weights needs at least one component")
     policy = policy or DEFAULT.mixture
-    num_draws = policy.draws_of_each(len(components))
-    draws = [q.sample(torch.Size((num_draws,))) for q in components]
+    num_samples = policy.draws_of_each(len(components))
+    draws = [q.sample(torch.Size((num_samples,))) for q in components]
     log_p = torch.stack([target.log_prob(points) for points in draws])
     points = torch.cat(draws)
     # float64: the densities of one component at another's draws differ by many powers of ten. A
@@ -590,7 +590,7 @@ def matched_guide(
 
     :param guide: the guide of the draws.
     :param target: the posterior.
-    :param points: unconstrained draws, ``(num_draws, latent_dim)``.
+    :param points: unconstrained draws, ``(num_samples, latent_dim)``.
     :param weights: their weights.
     """
     number = weights.effective_sample_size
@@ -626,18 +626,18 @@ def corrected_draws(
     return target.constrain(symmetries.shuffled(drawn) if symmetries else drawn)
 
 
-def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredDraws, float]:
+def joint_draws(found: Any, marginal: Marginal, num_samples: int) -> tuple[StoredDraws, float]:
     """Return draws of all latent variables, and the largest error of their density in nats.
 
     :param found: the fit of the remaining variables.
     :param marginal: their density.
-    :param num_draws: the number of draws.
+    :param num_samples: the number of draws.
     """
     joint = _JointDraws(found.symmetries, marginal)
     if found.refined is None and found.correction is not None:
-        latent, known = _joint_by_weights(found, joint, num_draws)
+        latent, known = _joint_by_weights(found, joint, num_samples)
     else:
-        latent, known = _joint_by_chains(found, joint, num_draws)
+        latent, known = _joint_by_chains(found, joint, num_samples)
     return StoredDraws(marginal.target.constrain(latent), **known), joint.max_fault
 
 
@@ -671,7 +671,7 @@ class _JointDraws:
     def take(self) -> tuple[Tensor, Tensor]:
         """Return all latent variables since the last call, and the errors of their densities.
 
-        :returns: ``(num_draws, latent_dim)`` and ``(num_draws,)``.
+        :returns: ``(num_samples, latent_dim)`` and ``(num_samples,)``.
         """
         latents, faults = torch.cat(self._latents), torch.cat(self._faults)
         self._latents, self._faults = [], []
@@ -683,22 +683,22 @@ class _JointDraws:
 
 
 def _joint_by_weights(
-    found: Any, joint: _JointDraws, num_draws: int
+    found: Any, joint: _JointDraws, num_samples: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Resample joint draws by the importance weights of the remaining variables."""
     # Sobol points: moments of the remaining variables are then almost those of an integral.
     like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
-    noise, policy = normal_draws(num_draws, len(like) + 1, like, seed), found.policy.correction
+    noise, policy = normal_draws(num_samples, len(like) + 1, like, seed), found.policy.correction
     guide, is_settled = found.guide, False
     while guide is not None:
         rest, weights = exact_log_weights(
-            guide, found.target, num_draws, log_prob=joint.draw, noise=noise, wide=policy
+            guide, found.target, num_samples, log_prob=joint.draw, noise=noise, wide=policy
         )
         latent, faults = joint.take()
         is_settled = policy.confirms(weights, found.correction)
         is_last = is_settled or guide is not found.guide
         guide = None if is_last else matched_guide(guide, found.target, rest, weights, policy)
-    index = weights.resample(num_draws)
+    index = weights.resample(num_samples)
     joint.keep(faults[index])
     latent, order = latent[index], index.argsort()
     again = order[1:][index[order].diff() == 0]
@@ -711,14 +711,14 @@ def _joint_by_weights(
 
 
 def _joint_by_chains(
-    found: Any, joint: _JointDraws, num_draws: int
+    found: Any, joint: _JointDraws, num_samples: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Complete draws of the remaining variables, evenly spaced along their chains."""
     stored = found.posterior
     if not isinstance(stored, StoredDraws):
-        stored = StoredDraws(found.sample(num_draws), settled=True)
+        stored = StoredDraws(found.sample(num_samples), settled=True)
     index = torch.arange(stored.num_draws).reshape(stored.num_chains, -1)
-    index = index[:, :: max(1, math.ceil(stored.num_draws / num_draws))].flatten()
+    index = index[:, :: max(1, math.ceil(stored.num_draws / num_samples))].flatten()
     joint.draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
     names = ("settled", "modes_weighed", "doubts", "drift", "num_independent", "num_chains")
     latent, faults = joint.take()

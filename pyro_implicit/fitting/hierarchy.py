@@ -243,7 +243,7 @@ def _weigh(
     are resampled by more weights.
     """
     policy, result, limit = stages.policy.hierarchy, stages.result, stages.limit
-    draws, _ = _sobol(modes, policy.num_draws)
+    draws, _ = _sobol(modes, policy.num_samples)
     with result.stage("correct") as line:
         if _is_late(limit, draws):
             line.outcome = _warn_of_gaussian()
@@ -263,7 +263,7 @@ def _weigh(
         most = 2 ** int(math.log2(max(few, min(most, affordable))))
         points, found = _log_weights(target, _widened(modes, policy.widening), few, most, limit)
         line.outcome = f"{len(found)} weights: {found}"
-        draws = points[found.resample(policy.num_draws)]
+        draws = points[found.resample(policy.num_samples)]
         if len(found) < most and not policy.accepts(found):
             worth = f"are as good as {found.efficiency * len(found):.0f} independent ones"
             if found.khat > policy.max_khat:

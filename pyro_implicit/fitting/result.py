@@ -328,7 +328,7 @@ class Fit(Printed):
         result = replace(self, marginal=more, stages=[*self.stages], interrupted=False)
         result.stages.append(more.stages[-1])
         with result.stage("draws") as line:
-            number = self.policy.integration.num_draws
+            number = self.policy.integration.num_samples
             result.draws, _ = joint_draws(more, more.source[0].marginal, number)
             line.outcome = f"{result.draws.num_draws:,} draws of all latent variables"
         return result
@@ -512,7 +512,7 @@ class Fit(Printed):
     def check_prior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        num_draws: int = DECISIONS.num_replicas,
+        num_samples: int = DECISIONS.num_replicas,
         *,
         seed: int | None = None,
     ) -> PredictiveCheck:
@@ -525,7 +525,7 @@ class Fit(Printed):
             the errors.
         :raises ValueError: also for a flat prior, which has no draws.
         """
-        return self._check("prior", statistics, num_draws)
+        return self._check("prior", statistics, num_samples)
 
     @in_turn
     @with_seed
@@ -533,7 +533,7 @@ class Fit(Printed):
     def check_posterior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        num_draws: int = DECISIONS.num_replicas,
+        num_samples: int = DECISIONS.num_replicas,
         *,
         seed: int | None = None,
     ) -> PredictiveCheck:
@@ -561,7 +561,7 @@ class Fit(Printed):
             float64, to a number, by name. By default mean, standard deviation, minimum and maximum
             of continuous data; mean, standard deviation, share of zeros and maximum of counts; the
             share of ones of binary data.
-        :param num_draws: the number of data sets, about.
+        :param num_samples: the number of data sets, about.
         :param seed: the seed of all random numbers of this call. The caller's random streams do not
             advance; without a seed they are used.
         :returns: numbers by site, with ``plot()``; ``print`` shows a table and names faults.
@@ -578,16 +578,16 @@ class Fit(Printed):
            applications in goodness-of-fit evaluation and multiple sample comparison*.
         3. Kleiber and Zeileis (2016), *Visualizing count data regressions using rootograms*.
         """
-        return self._check("posterior", statistics, num_draws)
+        return self._check("posterior", statistics, num_samples)
 
     def _check(
         self,
         group: Literal["prior", "posterior"],
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None,
-        num_draws: int,
+        num_samples: int,
     ) -> PredictiveCheck:
-        refuse_counts(DECISIONS.num_groups, num_draws=num_draws)
-        return predictive_check(group, self.target, self.draws_by_chain(num_draws), statistics)
+        refuse_counts(DECISIONS.num_groups, num_samples=num_samples)
+        return predictive_check(group, self.target, self.draws_by_chain(num_samples), statistics)
 
     @in_turn
     @with_seed
@@ -645,10 +645,10 @@ class Fit(Printed):
     @in_turn
     @with_seed
     @_by_own_parameters
-    def draws_by_chain(self, num_draws: int, *, seed: int | None = None) -> dict[str, Tensor]:
+    def draws_by_chain(self, num_samples: int, *, seed: int | None = None) -> dict[str, Tensor]:
         """Return draws of the posterior by chain; independent draws in groups of equal size.
 
-        :param num_draws: of all chains, about.
+        :param num_samples: of all chains, about.
         :param seed: the seed of all random numbers of this call. The caller's random streams do not
             advance; without a seed they are used.
         :returns: by site, ``(num_chains, num_draws, *site_shape)``, evenly spaced along the chains.
@@ -657,13 +657,13 @@ class Fit(Printed):
         if self.refined is not None:
             chains = self.refined.get_samples(group_by_chain=True)
             count, length = next(iter(chains.values())).shape[:2]
-            few = {n: v[:, :: max(1, count * length // num_draws)] for n, v in chains.items()}
+            few = {n: v[:, :: max(1, count * length // num_samples)] for n, v in chains.items()}
             return self._by_chain(few)
         if self.guide is None:
             raise ValueError(
                 'the result has no posterior draws. Cure: the result of fit(model, "auto", ...)'
             )
-        number = DECISIONS.num_groups * max(1, num_draws // DECISIONS.num_groups)
+        number = DECISIONS.num_groups * max(1, num_samples // DECISIONS.num_groups)
         draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
         return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
 

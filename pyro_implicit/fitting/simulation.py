@@ -546,7 +546,7 @@ class SimulatorFit(Printed):
         refuse_counts(policy.least_simulations, num_simulations=num_simulations)
         data = self._features(args, {**kwargs, **(model_kwargs or {})})
         pairs, _ = simulator.draw(num_simulations, TimeLimit(None), 1.0, self._proposal)
-        draws = self._sample(pairs.data, policy.num_draws)
+        draws = self._sample(pairs.data, policy.num_samples)
         truth, others = simulator.split(pairs.latent), simulator.split(draws)
         ranks = {
             name: torch.stack([rank(*row) for row in zip(value, others[name], strict=True)])
@@ -559,7 +559,7 @@ class SimulatorFit(Printed):
         low, high = self._range
         outside = ((data < low) | (data > high)).tolist()
         return SimulatorDiagnosis(
-            calibration_of(ranks, policy.num_draws, policy.num_bins),
+            calibration_of(ranks, policy.num_samples, policy.num_bins),
             hits.mean().item(),
             hits.std().item() / math.sqrt(len(hits)),
             tuple(n for n, is_out in zip(simulator.columns, outside, strict=True) if is_out),

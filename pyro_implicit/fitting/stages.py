@@ -674,14 +674,14 @@ def _train_part(
 ) -> tuple[list[float], str]:
     """Train a component of a mixture; restore its Gaussian if the bound fell."""
     choice, share = stages.policy.choice, stages.policy.budget.training_share
-    start = weigh("start", part, target, num_draws=1, policy=choice)
+    start = weigh("start", part, target, num_samples=1, policy=choice)
     loss = _loss_of_part(stages)
     name, note = f"mode-{index}", ""
     try:
         most = math.ceil(stages.num_steps * number**-0.5)
         steps = min(most, stages.steps_for(part, loss, seconds))
         losses = stages.train(name, part, loss, steps, time_share=share / (number - index))
-        trained = weigh(name, part, target, num_draws=1, policy=choice)
+        trained = weigh(name, part, target, num_samples=1, policy=choice)
         if not trained.falls_short(start, choice.tie):
             return losses, ""
         note = "its bound fell"

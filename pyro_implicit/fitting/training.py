@@ -480,7 +480,7 @@ class HeldOut:
     def _score(self, guide: Callable[..., Any]) -> tuple[float, torch.device, int]:
         """Return the mean over the rows of this process, its device, and the number of rows."""
         target, total, count = self._target, 0.0, 0
-        number = self._policy.num_draws
+        number = self._policy.num_samples
         draws = draw(guide, number, *target.args, **target.kwargs)
         for _ in range(self._stream.epoch_length):
             target = target.on(self._stream.next())

@@ -116,7 +116,7 @@ def _prior_and_density(
     source = posterior_of("posterior_as_prior", posterior)
     if callable(source):
         old_args, old_kwargs = getattr(posterior, "source", (None, (), {}))[1:]
-        draws = draw(source, policy.num_draws, *old_args, **old_kwargs)
+        draws = draw(source, policy.num_samples, *old_args, **old_kwargs)
     else:
         draws = samples_of(source, "earlier")
     trace = trace_model(model, args, kwargs)

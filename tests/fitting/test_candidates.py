@@ -155,7 +155,7 @@ def test_the_lowest_hundredth_is_left_out(monkeypatch):
     kept = values[values >= 0]
     assert len(kept) == 990
 
-    def log_weights(guide, target, num_draws):
+    def log_weights(guide, target, num_samples):
         return LogWeights(values[torch.randperm(1000)])
 
     monkeypatch.setattr("pyro_implicit.fitting.candidates._log_weights", log_weights)

@@ -359,7 +359,7 @@ def test_weights_that_max_seconds_ends_are_named():
     stages = SimpleNamespace(policy=FitPolicy(), limit=Clock(3), result=Fit())
     with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
         draws, found = _weigh(stages, target, modes)
-    assert len(draws) == FitPolicy().hierarchy.num_draws and found is None
+    assert len(draws) == FitPolicy().hierarchy.num_samples and found is None
     assert target.num_evaluations == 8 * 9
     stages.policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-9.0))
     stages.limit = Clock(3)
@@ -409,7 +409,7 @@ def test_inexact_integrals_are_named():
     y[::3] = 5.0
     # Of so inexact a density the weights are uneven by chance; chains are of no interest here.
     coarse = {"num_nodes": (2, 3), "max_shift": 1e-3, "least_effective": 1.0, "max_khat": math.inf}
-    coarse |= {"num_weighed": (32, 64), "num_draws": 64}
+    coarse |= {"num_weighed": (32, 64), "num_samples": 64}
     policy = FitPolicy(hierarchy=replace(QUICK.hierarchy, **coarse))
     with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
         fit(

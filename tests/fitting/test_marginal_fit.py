@@ -39,7 +39,7 @@ SOME = FitPolicy(marginal=replace(MARGINAL, least_latents=0))
 SMALL = replace(
     SOME,
     budget=replace(SOME.budget, most_gradients=200, least_gradients=200, patience=1),
-    integration=replace(SOME.integration, num_draws=1024, weigh_seconds=1e-3, step_seconds=1e-4),
+    integration=replace(SOME.integration, num_samples=1024, weigh_seconds=1e-3, step_seconds=1e-4),
 )
 
 

@@ -330,7 +330,7 @@ def test_guides_and_chains_are_posteriors() -> None:
     y = torch.zeros(3)
     guide = own_names(AutoNormal(conjugate))
     guide(y)
-    policy = UpdatePolicy(num_draws=500)
+    policy = UpdatePolicy(num_samples=500)
     assert posterior_as_prior(guide, conjugate, y, policy=policy).shapes == {"x": torch.Size()}
     mcmc = MCMC(NUTS(conjugate), num_samples=50, warmup_steps=20, disable_progbar=True)
     mcmc.run(y)
