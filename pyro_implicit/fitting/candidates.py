@@ -237,8 +237,8 @@ def frame_of_draws(draws: Tensor) -> Frame:
 @torch.no_grad()
 def weigh(
     name: str,
-    guide: AutoGuide,
     target: Target,
+    guide: AutoGuide,
     losses: list[float] | None = None,
     num_samples: int | None = None,
     policy: ChoicePolicy | None = None,
@@ -254,13 +254,13 @@ def weigh(
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> modes = Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1))
-    >>> found = weigh("gaussian", exact_guide(model, modes), Target(model))
+    >>> found = weigh("gaussian", Target(model), exact_guide(model, modes))
     >>> f"{abs(found.bound):.3f}"
     '0.000'
 
     :param name: the name of the candidate.
-    :param guide: an autoguide with a density, or a semi-implicit one.
     :param target: the posterior.
+    :param guide: an autoguide with a density, or a semi-implicit one.
     :param losses: the losses of its training.
     :param num_samples: the number of draws that the candidate keeps; by default that of the policy.
     :param policy: the number of log-weights and the share that is dropped.
@@ -275,7 +275,7 @@ def weigh(
 
 
 def choose(
-    candidates: list[Candidate], modes: Modes, target: Target, policy: ChoicePolicy | None = None
+    target: Target, candidates: list[Candidate], modes: Modes, policy: ChoicePolicy | None = None
 ) -> tuple[Candidate, str]:
     """Choose the candidate with the highest bound among those that cover all modes.
 
@@ -291,13 +291,13 @@ def choose(
     >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
     >>> target, first = Target(model), Modes(*(part[1:] for part in modes))
     >>> guides = {"one": exact_guide(model, first), "both": exact_guide(model, modes)}
-    >>> candidates = [weigh(name, guide, target) for name, guide in guides.items()]
-    >>> choose(candidates, modes, target)[1]
+    >>> candidates = [weigh(name, target, guide) for name, guide in guides.items()]
+    >>> choose(target, candidates, modes)[1]
     'both: the highest bound'
 
+    :param target: the posterior.
     :param candidates: at least one.
     :param modes: the result of the search.
-    :param target: the posterior.
     :param policy: when bounds are equal, and the mass that a guide may leave out.
     :returns: the candidate, and the reason in words.
     """
@@ -312,7 +312,7 @@ def choose(
     missing = []
     for one in ranked:
         draws = one.draws[one.draws.isfinite().all(-1)]
-        found = uncovered_modes(modes.loc, draws, target, ranked[0].bound, policy.least_mass)
+        found = uncovered_modes(target, modes.loc, draws, ranked[0].bound, policy.least_mass)
         missing.append(found.mass[found.uncovered].sum().item())
     chosen = ranked[missing.index(min(missing))]
     if chosen is ranked[0]:
@@ -325,7 +325,7 @@ def choose(
 
 def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogWeights:
     if has_exact_density(guide):
-        return exact_log_weights(guide, target, policy.num_weighed)[1]
+        return exact_log_weights(target, guide, policy.num_weighed)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FoldWarning)  # ``train_semi_implicit`` reports folds
         found = weighted_draws(target, guide, num_samples=policy.num_weighed, num_starts=2)
@@ -334,8 +334,8 @@ def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogW
 
 @torch.no_grad()
 def exact_log_weights(
-    guide: AutoGuide,
     target: Target,
+    guide: AutoGuide,
     num_samples: int,
     log_prob: Callable[[Tensor], Tensor] | None = None,
     noise: Tensor | None = None,
@@ -350,12 +350,12 @@ def exact_log_weights(
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> guide = exact_guide(model, Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1)))
-    >>> draws, log_weights = exact_log_weights(guide, Target(model), 5)
+    >>> draws, log_weights = exact_log_weights(Target(model), guide, 5)
     >>> draws.shape, log_weights.values.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
-    :param guide: a guide for which ``has_exact_density`` is true.
     :param target: the posterior.
+    :param guide: a guide for which ``has_exact_density`` is true.
     :param num_samples: the number of draws.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
     :param noise: the standard normal noise of the draws ``(num_samples, latent_dim)``, for instance
@@ -561,7 +561,7 @@ def reliability(
     If the policy accepts them, up to 8,000 more draws must agree, as many as a few seconds allow:
     a mode that the guide hardly covers has one draw in a thousand, and no other draw reveals it.
     """
-    found = exact_log_weights(guide, target, policy.num_weighed)[1]
+    found = exact_log_weights(target, guide, policy.num_weighed)[1]
     if not policy.accepts(found):
         return found
     seconds = seconds_near(target.log_prob, target.init_loc, not target.is_vectorized)(
@@ -571,7 +571,7 @@ def reliability(
     number = min(policy.num_weighed_again, affordable)
     if number <= policy.num_weighed:
         return found
-    more = exact_log_weights(guide, target, number, wide=policy)[1]
+    more = exact_log_weights(target, guide, number, wide=policy)[1]
     return found if policy.confirms(more, found.efficiency) else more
 
 
@@ -621,7 +621,7 @@ def corrected_draws(
     efficiency *= policy.usual_share
     proposals = math.ceil(policy.oversampling * num_samples / efficiency)
     number = max(proposals, policy.least_proposals)
-    draws, log_weights = exact_log_weights(guide, target, number, wide=policy)
+    draws, log_weights = exact_log_weights(target, guide, number, wide=policy)
     drawn = draws[log_weights.resample(num_samples)]
     return target.constrain(symmetries.shuffled(drawn) if symmetries else drawn)
 
@@ -692,7 +692,7 @@ def _joint_by_weights(
     guide, is_settled = found.guide, False
     while guide is not None:
         rest, weights = exact_log_weights(
-            guide, found.target, num_samples, log_prob=joint.draw, noise=noise, wide=policy
+            found.target, guide, num_samples, log_prob=joint.draw, noise=noise, wide=policy
         )
         latent, faults = joint.take()
         is_settled = policy.confirms(weights, found.correction)

@@ -122,7 +122,7 @@ def test_a_funnel_gets_both_guides():
 def rigged(monkeypatch, bounds):
     """Candidates of given bounds, which are not near the posterior."""
 
-    def weigh(name, guide, density, losses=None, num_samples=50, policy=None):
+    def weigh(name, density, guide, losses=None, num_samples=50, policy=None):
         size = density.latent_dim
         state = {key: value.clone() for key, value in guide.state_dict().items()}
         log_weights = LogWeights(bounds[name] + torch.tensor([-1.0, 1.0]))
