@@ -282,15 +282,12 @@ class Fit(Printed):
             return StoredDraws(self._corrected(num_corrected), settled=True, modes_weighed=True)
         return self.guide
 
-    @with_seed
     @_by_own_parameters
     def refine_more(
         self,
         max_seconds: float | None = None,
         max_gradients: int | None = None,
         progress: bool = True,
-        *,
-        seed: int | None = None,
     ) -> Fit:
         """Continue the chains where they stopped, also after :meth:`load` with model and data.
 
@@ -300,8 +297,6 @@ class Fit(Printed):
         :param max_gradients: further gradients of each chain; by default as many as before. See
             :meth:`Refined.refine_more <pyro_implicit.mcmc.Refined.refine_more>`.
         :param progress: whether to show a bar.
-        :param seed: the seed of all random numbers of this call. The caller's random streams do not
-            advance; without a seed they are used.
         :returns: a new result; this one does not change.
         :raises ValueError: without chains of all data.
         """
