@@ -25,13 +25,13 @@ from pyro_implicit.density import Target
 from pyro_implicit.fitting import (
     Fit,
     FitPolicy,
-    HierarchyPolicy,
     JointPrior,
     UpdatePolicy,
     log_evidence,
     posterior_as_prior,
     updating,
 )
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.fitting.updating import log_prob_of, normal_mixture
 from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
