@@ -130,7 +130,7 @@ def train_as_authors(model: Callable[..., None], data: Data) -> Any:
     pvi = PVI(
         model,
         pyro.optim.PyroOptim(torch.optim.RMSprop, options_of),
-        num_draws=4,
+        num_samples=4,
         particle_lr=0.1,
         regularization=1e-3,
         guide_options=options | {"generator": Skip(NOISE_DIM, dim)},

@@ -197,7 +197,7 @@ def _pvi_rows() -> list[Row]:
     }
     makes: dict[str, tuple[Callable[..., Any], str]] = {
         "PVI": (
-            partial(PVI, num_particles=100, num_draws=4, precondition=False, compile="auto"),
+            partial(PVI, num_particles=100, num_samples=4, precondition=False, compile="auto"),
             "4 draws of each particle per step, not 250",
         ),
         "SIVI": (partial(SIVI_ELBO, 250, 50, compile="trace"), "50 noises for all draws"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.global_state import with_seed
 from pyro_implicit.runtime.sites import is_data, is_flat
 
 __all__ = [
@@ -40,6 +41,7 @@ class ArvizExport:
 
     get_samples: Callable[..., dict[str, Tensor]]
 
+    @with_seed
     def to_datatree(
         self,
         model: Callable[..., Any] | None = None,
@@ -50,6 +52,7 @@ class ArvizExport:
         num_chains: int | None = 4,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
+        seed: int | None = None,
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -75,6 +78,8 @@ class ArvizExport:
         :param coords: coordinates of dimensions, as for ArviZ's ``from_dict``. A slash in the name
             of a site becomes a dot.
         :param dims: names of the dimensions of sites, likewise.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :param model_kwargs: keyword arguments of the model of any name.
         :raises ImportError: without ArviZ.
         :raises ValueError: for groups that need a model or data without them, a log-likelihood that

@@ -111,22 +111,22 @@ class _BayesianMLP(BaseEstimator):
     def sample(
         self,
         X: ArrayLike,
-        num_draws: int = 1,
+        num_samples: int = 1,
         random_state: int | np.random.RandomState | None = None,
     ) -> NDArray:
         """Draw targets or labels from the posterior predictive distribution, jointly for all rows.
 
         :param X: inputs, ``(num_rows, num_columns)``.
-        :param num_draws: the number of draws. Each uses its own draw of the weights, up to
+        :param num_samples: the number of draws. Each uses its own draw of the weights, up to
             ``num_networks``.
         :param random_state: seed or generator of the draws.
-        :returns: targets or labels, ``(num_draws, num_rows)``.
+        :returns: targets or labels, ``(num_samples, num_rows)``.
         """
-        refuse_counts(num_draws=num_draws)
+        refuse_counts(num_samples=num_samples)
         check_is_fitted(self)
         random = check_random_state(random_state)
         stored = len(next(iter(self.draws_.values())))
-        chosen = random.choice(stored, num_draws, replace=num_draws > stored)
+        chosen = random.choice(stored, num_samples, replace=num_samples > stored)
         weights = {name: value[chosen] for name, value in self.draws_.items()}
         seed = int(random.randint(np.iinfo(np.int32).max))
         found = self._predict(X, weights, seed, interval=None, draws=True)

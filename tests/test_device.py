@@ -275,7 +275,7 @@ def test_all_of_a_result_on_the_default_device(device, monkeypatch):
         assert result.sample(3)["mean"].device.type == device
         assert result.diagnose(num_samples=500, num_transitions=2).verdict == "trust"
         assert result.sensitivity().prior.device.type == "cpu"
-        check = result.check_posterior_predictive(num_draws=100)
+        check = result.check_posterior_predictive(num_samples=100)
         assert check.sites["y"].pit.device.type == "cpu"
         compared = compare_models({"one": result, "other": result}, evidence=False, seed=0)
         assert compared.elpd["one"].isfinite().all()

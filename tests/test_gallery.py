@@ -22,7 +22,8 @@ from pyro.infer.autoguide import AutoNormal
 import pyro_implicit
 from pyro_implicit import diagnose, fit
 from pyro_implicit.decisions.policy import DECISIONS
-from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy, SimulatorPolicy
+from pyro_implicit.fitting import Fit, FitPolicy, SimulatorPolicy
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.runtime.sites import is_discrete_latent
 
@@ -37,10 +38,10 @@ SHORT = replace(
     correction=replace(FitPolicy().correction, num_weighed=100),
     hierarchy=HierarchyPolicy(
         num_pilot=50, num_starts=1, search_rounds=1, search_iterations=5,
-        num_weighed=(32, 64), num_draws=64,
+        num_weighed=(32, 64), num_samples=64,
     ),
     integration=replace(
-        FitPolicy().integration, num_draws=128, least_draws=128, least_weighed=100,
+        FitPolicy().integration, num_samples=128, least_draws=128, least_weighed=100,
         weigh_seconds=1e-3, step_seconds=1e-4,
     ),
 )  # fmt: skip
@@ -100,7 +101,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         within(diagnose, **quick),
     )
     for name in ("check_prior_predictive", "check_posterior_predictive"):
-        patch(Fit, name, num_draws=50)
+        patch(Fit, name, num_samples=50)
     # Chains with such budgets stay apart.
     refinement = importlib.import_module("pyro_implicit.mcmc.refine")
     monkeypatch.setattr(refinement, "_can_anneal", lambda *args: False)

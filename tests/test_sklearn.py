@@ -271,5 +271,5 @@ def test_faults_of_predictions(fitted: BayesianMLPRegressor) -> None:
     X, _ = line()
     with pytest.raises(ValueError, match="level must be a probability between 0 and 1, but got 90"):
         fitted.predict_interval(X, 90)
-    with pytest.raises(ValueError, match="num_draws must be at least 1, but got 0"):
+    with pytest.raises(ValueError, match="num_samples must be at least 1, but got 0"):
         fitted.sample(X, 0)

@@ -58,12 +58,13 @@ def by_hand(x: Tensor, y: Tensor) -> float:
 def by_fit(x: Tensor, y: Tensor, path: Path) -> str:
     result: Fit = fit(model, "auto", x, y, seed=0, checkpoint=path)
     result.save(path)
-    verdict: str = result.diagnose().verdict
+    verdict: str = result.diagnose(num_samples=500, modes=None).verdict
+    error: float = result.compare(result.sample(100), num_samples=100).floor_ratio
     refined = refine(model, result.guide, x, y, max_seconds=10.0)
     ratio: float = compare(model, result.guide, refined.get_samples(), x, y).floor_ratio
     again: str = diagnose(model, result.guide, x, y).verdict
     modes = find_modes(Target(model, x, y))
-    return f"{verdict} {again} {ratio:.1f} {len(modes.loc)} {refined.stopped}"
+    return f"{verdict} {again} {ratio:.1f} {error:.1f} {len(modes.loc)} {refined.stopped}"
 
 
 def of_a_network(x: Tensor, y: Tensor) -> float:

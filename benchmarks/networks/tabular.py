@@ -160,7 +160,7 @@ def ensemble(name: str, data: Data, seconds: float, seed: int) -> dict[str, Tens
     order = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(seed))
     held, kept = order[: len(order) // 10], order[len(order) // 10 :]
     rows = TensorDataset(data.x[kept], data.y[kept])
-    patient = FitPolicy(held_out=HeldOutPolicy(patience=100, num_draws=MEMBERS))
+    patient = FitPolicy(held_out=HeldOutPolicy(patience=100, num_samples=MEMBERS))
     sampler = BatchSampler(RandomSampler(rows), BATCH, drop_last=False)
     while not groups or end - cpu_seconds() > seconds / 10:
         pyro.clear_param_store()

@@ -34,7 +34,8 @@ from pyro_implicit import (
     AutoSemiImplicit,
     InjectiveELBO,
 )
-from pyro_implicit.density import Target, TracedScore
+from pyro_implicit.density import Target
+from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.infer import ImplicitELBO
 
 OUT = RESULTS / "speed_scaling.jsonl"

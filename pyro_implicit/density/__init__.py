@@ -3,22 +3,15 @@
 
 from __future__ import annotations
 
-from pyro_implicit.density.cost import TracedScore
-from pyro_implicit.density.groups import Conditional, Groups
-from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.supports import SupportReparam
 from pyro_implicit.density.target import Target
 
 __all__ = [
-    "Conditional",
-    "Groups",
-    "MarginalTarget",
     "Modes",
     "SubsampledError",
     "SupportReparam",
     "Target",
-    "TracedScore",
     "find_modes",
 ]

@@ -42,7 +42,7 @@ def find_modes(
     num_starts: int = SEARCH.num_starts,
     max_rounds: int = SEARCH.max_rounds,
     max_iterations: int = SEARCH.max_iterations,
-    num_draws: int = SEARCH.num_draws,
+    num_particles: int = SEARCH.num_draws,
     max_gap: float = SEARCH.max_gap,
     max_seconds: float = math.inf,
     starts: Tensor | None = None,
@@ -74,7 +74,7 @@ def find_modes(
     :param num_starts: paths in each round; the first path begins at ``target.init_loc``.
     :param max_rounds: the maximal number of rounds.
     :param max_iterations: the maximal length of a path.
-    :param num_draws: draws for each ELBO along the paths.
+    :param num_particles: draws for each ELBO along the paths.
     :param max_gap: nats; modes whose ELBO is further below the best one are dropped.
     :param max_seconds: limit of wall time, after the first step of all paths. A search that it ends
         is not reproducible.
@@ -106,10 +106,10 @@ def find_modes(
     starts = torch.cat([drawn, *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
-    final_draws = SEARCH.num_final_draws if num_starts > 1 else num_draws
+    final_draws = SEARCH.num_final_draws if num_starts > 1 else num_particles
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
         for _ in range(max_rounds):
-            climbed = _climb(target, starts, max_iterations, num_draws, limit, watched)
+            climbed = _climb(target, starts, max_iterations, num_particles, limit, watched)
             if climbed is None and found is None:
                 raise ValueError(
                     "the model's log-density and its gradient are finite at none of "
@@ -125,7 +125,7 @@ def find_modes(
             earlier = [] if found is None else [_rows(found, slice(1, None))]
             found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
             is_late = watched.stopped or limit.is_over()
-            final_draws = num_draws if is_late else final_draws
+            final_draws = num_particles if is_late else final_draws
             modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
             if symmetries:
                 first = _first_copies(modes, confirmed(symmetries, target, modes.loc))

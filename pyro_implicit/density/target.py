@@ -598,16 +598,16 @@ class Target:
 
     # Runs of the model
 
-    def sample_prior(self, num_draws: int) -> Tensor:
+    def sample_prior(self, num_samples: int) -> Tensor:
         """Draw from the prior; flat priors uniformly on [-2, 2] in unconstrained space.
 
         Draws at which the model raises an error are left out.
 
-        :returns: ``(num_draws, latent_dim)``, or fewer rows.
+        :returns: ``(num_samples, latent_dim)``, or fewer rows.
         :raises ValueError: for a latent variable that only some runs of the model have.
         """
         draws = [self.init_loc.new_empty(0, self.latent_dim)]
-        for _ in range(num_draws):
+        for _ in range(num_samples):
             try:
                 trace = prior_run(self.model, self.args, self.kwargs, self._like)
             except IMPOSSIBLE as error:

@@ -48,7 +48,7 @@ from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.ops import LogWeights
-from pyro_implicit.runtime.global_state import in_turn, same_streams
+from pyro_implicit.runtime.global_state import in_turn, same_streams, with_seed
 from pyro_implicit.runtime.messages import first_line
 
 __all__ = ["compare"]
@@ -63,6 +63,7 @@ class HasSamples(Protocol):
 
 
 @in_turn
+@with_seed
 def compare(
     model: Callable[..., Any] | None,
     guide: Callable[..., Any] | HasSamples | Mapping[str, Tensor],
@@ -70,6 +71,7 @@ def compare(
     *args: Any,
     num_samples: int | None = None,
     quantities: Quantities = "auto",
+    seed: int | None = None,
     policy: ComparePolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -119,6 +121,8 @@ def compare(
         ``"latents"``; for a model of :func:`~pyro_implicit.nn.classifier` or
         :func:`~pyro_implicit.nn.regressor`, its predictions at up to 50 of the inputs
         (:class:`~pyro_implicit.nn.FunctionValues`).
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param policy: the limits of the verdict; by default those of
         :class:`~pyro_implicit.diagnostics.ComparePolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.

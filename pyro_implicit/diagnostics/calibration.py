@@ -23,7 +23,7 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
@@ -40,17 +40,17 @@ __all__ = [
 class Calibration(Printed):
     """Ranks of true values among draws. ``print`` shows the histograms.
 
-    :ivar ranks: by site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
+    :ivar ranks: by site, ``(num_simulations, *site shape)``, from 0 to ``num_samples``: how many of
         the draws lie below the truth.
     :ivar counts: by site, histograms ``(num_bins, *site shape)`` of the ranks.
     :ivar p_values: by site, ``(*site shape)``: of a chi-square test that ranks are uniform.
-    :ivar num_draws: number of draws that each truth was compared with.
+    :ivar num_samples: number of draws that each truth was compared with.
     """
 
     ranks: dict[str, Tensor]
     counts: dict[str, Tensor]
     p_values: dict[str, Tensor]
-    num_draws: int
+    num_samples: int
 
     @property
     def is_calibrated(self) -> bool:
@@ -72,13 +72,13 @@ class Calibration(Printed):
             columns = zip(*(part.reshape(len(part), -1).unbind(-1) for part in parts), strict=True)
             labels = element_labels(name, ranks.shape[1:])
             for label, (rank, count, p_value) in zip(labels, columns, strict=True):
-                scaled = (rank.double() + 0.5) / (self.num_draws + 1)
+                scaled = (rank.double() + 0.5) / (self.num_samples + 1)
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])
 
     def _blocks(self) -> Iterator[str | Table]:
         rows, count = self._rows(), len(next(iter(self.ranks.values())))
-        yield f"Ranks of {count} true values among {self.num_draws} draws; uniform if right"
+        yield f"Ranks of {count} true values among {self.num_samples} draws; uniform if right"
         cells = []
         for label, counts, p_value, shape in rows[: REPORT.max_rows]:
             bars = " ".join(f"{number:3d}" for number in counts)
@@ -92,14 +92,16 @@ class Calibration(Printed):
         yield f"Verdict: {found}"
 
 
-def simulation_based_calibration(  # not in turn: threads of an executor wait for theirs
+@with_seed  # not in turn: threads of an executor wait for theirs
+def simulation_based_calibration(
     model: Callable[..., Any],
     fit: Callable[[Callable[[], Any]], Callable[..., Any] | Mapping[str, Tensor]],
     *args: Any,
     num_simulations: int = 100,
-    num_draws: int = 99,
+    num_samples: int = 99,
     num_bins: int = 10,
     executor: Executor | None = None,
+    seed: int | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
@@ -107,7 +109,7 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
 
     Each simulation draws all latents and then all observed sites from the model, fits the model to
     these data, and ranks the true latents among draws of the fit. If the fit is the posterior, each
-    rank is uniform on 0, ..., ``num_draws``, whatever the model. A U-shaped
+    rank is uniform on 0, ..., ``num_samples``, whatever the model. A U-shaped
     histogram shows posteriors that are too narrow, a hill posteriors that are too wide, a slope
     posteriors that are biased.
 
@@ -130,16 +132,18 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
 
     :param model: a Pyro model with proper priors; its observed sites are drawn anew.
     :param fit: called with the model, which then takes no arguments and observes simulated data;
-        returns a fitted guide, or draws: a dict of ``(at least num_draws, *site shape)``, of which
+        returns a fitted guide, or draws: a dict of ``(num_samples or more, *site shape)``, of which
         evenly spaced ones are taken. It has a parameter store of its own each time.
     :param args: the model's arguments, as ``kwargs``: they give the data's shapes, and covariates.
         Data must reach the model by ``obs=`` alone.
     :param num_simulations: number of data sets and fits.
-    :param num_draws: number of independent draws of each fit; thin those of MCMC.
+    :param num_samples: number of independent draws of each fit; thin those of MCMC.
     :param num_bins: number of bins of the histograms, at most a fifth of ``num_simulations``.
     :param executor: runs the fits, for instance a ``concurrent.futures.ProcessPoolExecutor`` or the
-        ``get_executor()`` of a Dask client, for which ``model`` and ``fit`` must be picklable. Each
-        fit then has a random stream of its own, whose seed is drawn from the caller's.
+        ``get_executor()`` of a Dask client, for which ``model`` and ``fit`` must be picklable.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used. Each fit has a stream of its own, so the result is
+        the same with and without an executor.
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: a :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
     :raises ValueError: for a site that cannot be simulated (a flat prior, a factor), for a model
@@ -153,17 +157,16 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
     2. Säilynoja, Bürkner and Vehtari (2022), *Graphical test for discrete uniformity and its
        applications in goodness-of-fit evaluation and multiple sample comparison*.
     """
-    if not 2 <= num_bins <= min(num_simulations // 5, num_draws + 1):
+    if not 2 <= num_bins <= min(num_simulations // 5, num_samples + 1):
         raise ValueError(
-            f"num_bins must be from 2 to {min(num_simulations // 5, num_draws + 1)}, a fifth of "
-            f"num_simulations and at most num_draws + 1, but got {num_bins}"
+            f"num_bins must be from 2 to {min(num_simulations // 5, num_samples + 1)}, a fifth of "
+            f"num_simulations and at most num_samples + 1, but got {num_bins}"
         )
     kwargs = {**kwargs, **(model_kwargs or {})}
-    # Before any fit, which may reset the random stream (``pyro.set_rng_seed``).
     simulations = _simulations(model, args, kwargs, num_simulations)
-    seeds = [None if executor is None else int(torch.randint(2**31, ())) for _ in simulations]
+    seeds = torch.randint(2**31, (len(simulations),)).tolist()
     tasks = [
-        (fit, partial(poutine.condition(model, data), *args, **kwargs), truth, num_draws, seed)
+        (fit, partial(poutine.condition(model, data), *args, **kwargs), truth, num_samples, seed)
         for (truth, data), seed in zip(simulations, seeds, strict=True)
     ]
     all_ranks: dict[str, list[Tensor]] = {}
@@ -171,7 +174,7 @@ def simulation_based_calibration(  # not in turn: threads of an executor wait fo
         for name, value in ranks.items():
             all_ranks.setdefault(name, []).append(value)
     return calibration_of(
-        {name: torch.stack(values) for name, values in all_ranks.items()}, num_draws, num_bins
+        {name: torch.stack(values) for name, values in all_ranks.items()}, num_samples, num_bins
     )
 
 
@@ -185,32 +188,32 @@ def _simulations(
 @in_turn
 def _ranks(task: tuple[Any, ...]) -> dict[str, Tensor]:
     """Return the ranks of one simulation's latents, by site."""
-    fit, conditioned, truth, num_draws, seed = task
+    fit, conditioned, truth, num_samples, seed = task
     with seeded(seed), pyro.get_param_store().scope():
         fitted = fit(conditioned)
         if not isinstance(fitted, Mapping):
-            fitted = draw(fitted, num_draws)
+            fitted = draw(fitted, num_samples)
         return {
-            name: rank(value, _thin(name, fitted, num_draws, value))
+            name: rank(value, _thin(name, fitted, num_samples, value))
             for name, value in truth.items()
         }
 
 
-def calibration_of(ranks: dict[str, Tensor], num_draws: int, num_bins: int) -> Calibration:
+def calibration_of(ranks: dict[str, Tensor], num_samples: int, num_bins: int) -> Calibration:
     """Test whether ranks are uniform.
 
-    :param ranks: ranks by site, ``(num_simulations, *site_shape)``, from 0 to ``num_draws``.
+    :param ranks: ranks by site, ``(num_simulations, *site_shape)``, from 0 to ``num_samples``.
     """
-    bins = torch.arange(num_draws + 1) * num_bins // (num_draws + 1)
+    bins = torch.arange(num_samples + 1) * num_bins // (num_samples + 1)
     counts, p_values = {}, {}
     for name, rank in ranks.items():
-        expected = torch.bincount(bins).double() * len(rank) / (num_draws + 1)
+        expected = torch.bincount(bins).double() * len(rank) / (num_samples + 1)
         found = torch.stack([(bins[rank] == b).sum(0) for b in range(num_bins)])
         share = expected.reshape((-1,) + (1,) * (found.dim() - 1))
         statistic = ((found - share).square() / share).sum(0)
         freedom = torch.full_like(statistic, (num_bins - 1) / 2)
         counts[name], p_values[name] = found, torch.special.gammaincc(freedom, statistic / 2)
-    return Calibration(ranks, counts, p_values, num_draws)
+    return Calibration(ranks, counts, p_values, num_samples)
 
 
 class _RefuseImproper(Messenger):
@@ -268,19 +271,19 @@ def _simulate(
     return truth, data
 
 
-def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor) -> Tensor:
+def _thin(name: str, fitted: Mapping[str, Tensor], num_samples: int, truth: Tensor) -> Tensor:
     if name not in fitted:
         raise ValueError(
             f"fit returned no draws of site '{name}', only of {sorted(fitted)}. Cure: return a "
             "guide or draws of all latents"
         )
     draws = fitted[name]
-    if len(draws) < num_draws or draws.shape[1:] != truth.shape:
+    if len(draws) < num_samples or draws.shape[1:] != truth.shape:
         raise ValueError(
             f"fit returned draws of site '{name}' of shape {tuple(draws.shape)}. Cure: draws of "
-            f"shape ({num_draws} or more, *{tuple(truth.shape)})"
+            f"shape ({num_samples} or more, *{tuple(truth.shape)})"
         )
-    return draws[torch.arange(num_draws) * len(draws) // num_draws]
+    return draws[torch.arange(num_samples) * len(draws) // num_samples]
 
 
 def rank(truth: Tensor, draws: Tensor) -> Tensor:

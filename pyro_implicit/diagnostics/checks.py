@@ -408,9 +408,9 @@ class ModeCoverage(NamedTuple):
 
 @torch.no_grad()
 def uncovered_modes(
+    target: Target,
     modes: Tensor,
     draws: Tensor,
-    target: Target,
     log_evidence: float | None = None,
     least_mass: float = CHECKS.least_mass,
 ) -> ModeCoverage:
@@ -431,12 +431,12 @@ def uncovered_modes(
     ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
     ...     pyro.sample("y", dist.Normal(x**2, 1.0), obs=torch.tensor(9.0))
     >>> modes, draws = torch.tensor([[-3.0], [3.0]]), 3.0 + 0.17 * torch.randn(1000, 1)
-    >>> uncovered_modes(modes, draws, Target(model)).uncovered
+    >>> uncovered_modes(Target(model), modes, draws).uncovered
     tensor([ True, False])
 
+    :param target: the posterior.
     :param modes: maxima of the density in unconstrained space, ``(num_modes, latent_dim)``.
     :param draws: draws of the guide, ``(num_draws, latent_dim)``.
-    :param target: the posterior.
     :param log_evidence: log-mass of the guide's region; by default the mean log-density of the
         draws plus the entropy of a Gaussian with their covariance.
     :param least_mass: the share of the mass below which a mode is ignored.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -36,8 +35,9 @@ from pyro_implicit.guides.posterior_draws import (
 )
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
+from pyro_implicit.infer.policy import BOUNDS
 from pyro_implicit.mcmc import Refined
-from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread
+from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.progress import announce, watching
 from pyro_implicit.runtime.sites import is_close
@@ -46,6 +46,7 @@ __all__ = ["diagnose", "plan_effort"]
 
 
 @in_turn
+@with_seed
 @torch.no_grad()
 def diagnose(
     model: Callable[..., Any] | Target,
@@ -54,10 +55,11 @@ def diagnose(
     num_samples: int | None = None,
     loss: ELBO | None = None,
     modes: Tensor | Literal["search"] | None = "search",
-    num_transitions: int = 20,
-    chunk_size: int = 500,
-    max_seconds: float = 60.0,
+    num_transitions: int = EFFORT.num_transitions,
+    chunk_size: int = EFFORT.chunk_size,
+    max_core_seconds: float = EFFORT.max_core_seconds,
     quantities: Quantities = "auto",
+    seed: int | None = None,
     progress: bool = True,
     policy: VerdictPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
@@ -139,27 +141,29 @@ def diagnose(
         dominates: 20 transitions take 160 gradients at 500 points. Models that ``torch.func.vmap``
         cannot run, or that raise errors on the way, have no short HMC.
     :param chunk_size: the number of draws that are evaluated at once; bounds memory.
-    :param max_seconds: limit of the model's evaluations in seconds of one core, estimated from
-        operation counts, so that equal seeds give equal results. More expensive checks are reduced
-        or skipped, and the report says so. The density of implicit guides is counted, too: it is
-        expensive for hundreds of latent variables, and if 500 weights exceed the limit, none are
-        computed.
+    :param max_core_seconds: the budget of the model's evaluations in seconds of one core, estimated
+        from operation counts and not measured by the clock, so that equal seeds give equal results.
+        More expensive checks are reduced or skipped, and the report says so. The density of
+        implicit guides is counted, too: it is expensive for hundreds of latent variables, and if
+        500 weights exceed the budget, none are computed.
     :param quantities: a function of constrained draws by site, ``(num_draws, *site_shape)``, that
         returns a tensor or a dict of tensors ``(num_draws, *shape)``, which are checked in place of
         the latents, as in :func:`~pyro_implicit.refine`. By default, models of
         :func:`~pyro_implicit.nn.classifier` and :func:`~pyro_implicit.nn.regressor` have their
         predictions checked at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`),
         other models their ``"latents"``.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param progress: whether to show a progress bar and the estimated time in a terminal.
     :param policy: the limits of the verdict; by default those of
         :class:`~pyro_implicit.diagnostics.VerdictPolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
     :raises TypeError: for another order of arguments, or missing ones.
-    :raises ValueError: for too few draws, a ``max_seconds`` or ``chunk_size`` that is not positive,
-        bad ``modes``, a guide that lacks a latent of the model, given draws outside of the support
-        of their latent, a subsampled plate, and ``loss`` or ``quantities`` for a model whose
-        discrete latents are sampled.
+    :raises ValueError: for too few draws, a ``max_core_seconds`` or ``chunk_size`` that is not
+        positive, bad ``modes``, a guide that lacks a latent of the model, given draws outside of
+        the support of their latent, a subsampled plate, and ``loss`` or ``quantities`` for a model
+        whose discrete latents are sampled.
 
     **References:**
 
@@ -171,7 +175,7 @@ def diagnose(
     3. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     refuse_swapped("diagnose", model, guide)
-    refuse_nonpositive(max_seconds=max_seconds)
+    refuse_nonpositive(max_core_seconds=max_core_seconds)
     refuse_counts(chunk_size=chunk_size)
     refuse_counts(0, num_transitions=num_transitions)
     guide = posterior_of("diagnose", guide)
@@ -224,7 +228,7 @@ def diagnose(
         num_transitions,
         isinstance(modes, str),
         chunk_size,
-        max_seconds,
+        max_core_seconds,
         EFFORT.num_chains if function is None else EFFORT.num_observed_chains,
         weight,
     )
@@ -240,7 +244,7 @@ def plan_effort(
     num_transitions: int,
     can_search: bool,
     chunk_size: int,
-    max_seconds: float,
+    max_core_seconds: float,
     num_chains: int = EFFORT.num_chains,
     weight: float = 0.0,
 ) -> Effort:
@@ -264,7 +268,7 @@ def plan_effort(
     :param num_transitions: the requested number of HMC transitions.
     :param can_search: whether the mode search may run.
     :param chunk_size: draws in memory at a time.
-    :param max_seconds: the budget in seconds of one core, from operation counts.
+    :param max_core_seconds: the budget in seconds of one core, from operation counts.
     :param num_chains: the largest number of HMC chains.
     :param weight: seconds that the guide's density at one draw takes.
     """
@@ -281,10 +285,10 @@ def plan_effort(
         iteration = seconds_of_climb(target) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full
-    share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
+    share, spared, unweighed = max_core_seconds / (3 if can_search else 2), [], ""
     least = max(least_samples, min(num_samples, EFFORT.num_chains))
     if weight * least > share:
-        cost = f"{weight * least:,.1f} s, more than max_seconds grants"
+        cost = f"{weight * least:,.1f} s, more than max_core_seconds allows"
         unweighed = f"{least} of them would take {cost}"
         spared.append("importance weights")
         weight = 0.0
@@ -332,8 +336,6 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
     target, guide = sampler.target, sampler.guide
     if isinstance(guide, StoredDraws):
         return 0.0
-    defaults = inspect.signature(weighted_draws).parameters
-    num_steps = defaults["num_steps"].default * defaults["num_starts"].default
 
     def seconds(steps: int) -> float:
         return estimated_seconds(
@@ -351,7 +353,7 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
             step = (seconds(3) - one) / 2
         except Exception:  # the verdict reports it
             return 0.0
-    return (one + (num_steps - 1) * max(0.0, step)) / chunk_size
+    return (one + (BOUNDS.num_steps * BOUNDS.num_starts - 1) * max(0.0, step)) / chunk_size
 
 
 def check_modes(modes: Tensor | str | None, dim: int) -> None:

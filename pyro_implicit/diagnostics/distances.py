@@ -27,7 +27,7 @@ __all__ = [
 
 
 def sliced_wasserstein(
-    x: Tensor, y: Tensor, num_projections: int = 500, p: int = 2, seed: int = 0
+    x: Tensor, y: Tensor, num_projections: int = 500, p: int = 2, *, seed: int = 0
 ) -> Tensor:
     r"""Sliced Wasserstein distance of order ``p``,
 
@@ -78,8 +78,9 @@ def sliced_wasserstein_floor(
     reference: Tensor,
     num_samples: int | None = None,
     num_projections: int = 500,
-    seed: int = 0,
     effective_size: float | None = None,
+    *,
+    seed: int = 0,
 ) -> Tensor:
     r"""Sliced 2-Wasserstein distance that sampling noise alone gives exact draws.
 
@@ -123,7 +124,7 @@ def sliced_wasserstein_floor(
 
 @torch.no_grad()
 def sliced_wasserstein_interval(
-    x: Tensor, y: Tensor, effective_size: float | None = None, seed: int = 0
+    x: Tensor, y: Tensor, effective_size: float | None = None, *, seed: int = 0
 ) -> tuple[float, float]:
     r"""95 % interval of the sliced 2-Wasserstein distance of the distributions behind two sets.
 
@@ -201,7 +202,9 @@ def _ends(way: Tensor, noise: Tensor, square: Tensor, candidates: Tensor) -> _En
     return _Ends(low, candidates[is_high].max().item() if is_explained else low, is_explained)
 
 
-def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: int = 0) -> Tensor:
+def maximum_mean_discrepancy(
+    x: Tensor, y: Tensor, max_rows: int = 2000, *, seed: int = 0
+) -> Tensor:
     r"""Unbiased estimate of the squared maximum mean discrepancy,
 
     .. math:: \frac{1}{n(n-1)} \sum_{i \ne j} k(x_i, x_j) + \frac{1}{m(m-1)} \sum_{i \ne j}

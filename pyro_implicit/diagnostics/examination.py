@@ -126,7 +126,7 @@ def examine(
     if modes is not None:
         # The Gaussian default overstates the volume of a guide with many modes.
         log_evidence = None if found.bound is None else found.weights.log_mean
-        coverage = uncovered_modes(modes, found.points, target, log_evidence)
+        coverage = uncovered_modes(target, modes, found.points, log_evidence)
     if loss is not None and found.bound is not None:
         gap = objective_gap(loss, found.bound, sampler)
     return report(

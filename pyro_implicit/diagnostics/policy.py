@@ -151,6 +151,15 @@ class EffortPolicy:
     #: Draws of the guide, by default.
     num_samples: int = 2000
 
+    #: Transitions of short HMC, by default.
+    num_transitions: int = 20
+
+    #: Draws at a time, by default; bounds memory.
+    chunk_size: int = 500
+
+    #: Budget of all checks in seconds of one core, by default.
+    max_core_seconds: float = 60.0
+
     #: Draws of the guide, at least: fewer have no k-hat.
     least_samples: int = 100
 

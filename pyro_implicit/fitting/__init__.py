@@ -22,8 +22,6 @@ from pyro_implicit.fitting.policy import (
     CorrectionPolicy,
     FitPolicy,
     HeldOutPolicy,
-    HierarchyPolicy,
-    MinibatchPolicy,
     MixturePolicy,
     NetworkPolicy,
     Schedule,
@@ -34,7 +32,6 @@ from pyro_implicit.fitting.policy import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.simulation import SimulatorDiagnosis, SimulatorFit, fit_simulator
-from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import HeldOut, default_loss, train
 from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
 from pyro_implicit.runtime.progress import Stage
@@ -48,10 +45,8 @@ __all__ = [
     "FitPolicy",
     "HeldOut",
     "HeldOutPolicy",
-    "HierarchyPolicy",
     "JointPrior",
     "LogEvidence",
-    "MinibatchPolicy",
     "MixturePolicy",
     "ModelComparison",
     "NetworkPolicy",
@@ -60,7 +55,6 @@ __all__ = [
     "SimulatorFit",
     "SimulatorPolicy",
     "Stage",
-    "Stages",
     "StartPolicy",
     "TrainingPolicy",
     "UpdatePolicy",

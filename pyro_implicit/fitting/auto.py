@@ -321,7 +321,7 @@ def _take_batches(
     stages.num_steps = stages.epochs * batches.epoch_length
     if stages.validation is None:
         return
-    limits, number = stages.policy.held_out, stages.policy.held_out.num_draws
+    limits, number = stages.policy.held_out, stages.policy.held_out.num_samples
     if is_network:  # all members of an ensemble
         number = max(number, stages.policy.network.fewest_members)
     patience = max(limits.patience, round(limits.patience_share * stages.epochs))
@@ -332,7 +332,7 @@ def _take_batches(
             stages.args,
             stages.kwargs,
             len(stages.first_batch),
-            replace(limits, patience=patience, num_draws=number),
+            replace(limits, patience=patience, num_samples=number),
         )
     except SubsampledError as error:
         raise ValueError(LOCAL_VALIDATION) from error

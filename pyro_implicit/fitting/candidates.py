@@ -227,7 +227,7 @@ def frame_of_draws(draws: Tensor) -> Frame:
     >>> frame_of_draws(torch.tensor([[1.0], [3.0], [5.0]])).scale_tril.round(decimals=3)
     tensor([[2.]])
 
-    :param draws: ``(num_draws, latent_dim)``; rows that are not finite are ignored.
+    :param draws: ``(num_samples, latent_dim)``; rows that are not finite are ignored.
     """
     draws = draws[draws.isfinite().all(-1)]
     centered = (draws - draws.mean(0)) / (len(draws) - 1) ** 0.5
@@ -237,10 +237,10 @@ def frame_of_draws(draws: Tensor) -> Frame:
 @torch.no_grad()
 def weigh(
     name: str,
-    guide: AutoGuide,
     target: Target,
+    guide: AutoGuide,
     losses: list[float] | None = None,
-    num_draws: int | None = None,
+    num_samples: int | None = None,
     policy: ChoicePolicy | None = None,
 ) -> Candidate:
     """Compute log p - log q at 1,000 draws of a guide, and drop the lowest 10.
@@ -254,28 +254,28 @@ def weigh(
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> modes = Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1))
-    >>> found = weigh("gaussian", exact_guide(model, modes), Target(model))
+    >>> found = weigh("gaussian", Target(model), exact_guide(model, modes))
     >>> f"{abs(found.bound):.3f}"
     '0.000'
 
     :param name: the name of the candidate.
-    :param guide: an autoguide with a density, or a semi-implicit one.
     :param target: the posterior.
+    :param guide: an autoguide with a density, or a semi-implicit one.
     :param losses: the losses of its training.
-    :param num_draws: the number of draws that the candidate keeps; by default that of the policy.
+    :param num_samples: the number of draws that the candidate keeps; by default that of the policy.
     :param policy: the number of log-weights and the share that is dropped.
     """
     policy = policy or DEFAULT.choice
     log_weights = _log_weights(guide, target, policy).trimmed(policy.trimmed)
     state = {name: value.clone() for name, value in guide.state_dict().items()}
     posterior = guide.get_posterior(*target.args, **target.kwargs)
-    num_draws = policy.num_kept if num_draws is None else num_draws
-    draws = posterior.sample(torch.Size((num_draws,)))
+    num_samples = policy.num_kept if num_samples is None else num_samples
+    draws = posterior.sample(torch.Size((num_samples,)))
     return Candidate(name, guide, log_weights, draws, losses or [], state)
 
 
 def choose(
-    candidates: list[Candidate], modes: Modes, target: Target, policy: ChoicePolicy | None = None
+    target: Target, candidates: list[Candidate], modes: Modes, policy: ChoicePolicy | None = None
 ) -> tuple[Candidate, str]:
     """Choose the candidate with the highest bound among those that cover all modes.
 
@@ -291,13 +291,13 @@ def choose(
     >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
     >>> target, first = Target(model), Modes(*(part[1:] for part in modes))
     >>> guides = {"one": exact_guide(model, first), "both": exact_guide(model, modes)}
-    >>> candidates = [weigh(name, guide, target) for name, guide in guides.items()]
-    >>> choose(candidates, modes, target)[1]
+    >>> candidates = [weigh(name, target, guide) for name, guide in guides.items()]
+    >>> choose(target, candidates, modes)[1]
     'both: the highest bound'
 
+    :param target: the posterior.
     :param candidates: at least one.
     :param modes: the result of the search.
-    :param target: the posterior.
     :param policy: when bounds are equal, and the mass that a guide may leave out.
     :returns: the candidate, and the reason in words.
     """
@@ -312,7 +312,7 @@ def choose(
     missing = []
     for one in ranked:
         draws = one.draws[one.draws.isfinite().all(-1)]
-        found = uncovered_modes(modes.loc, draws, target, ranked[0].bound, policy.least_mass)
+        found = uncovered_modes(target, modes.loc, draws, ranked[0].bound, policy.least_mass)
         missing.append(found.mass[found.uncovered].sum().item())
     chosen = ranked[missing.index(min(missing))]
     if chosen is ranked[0]:
@@ -325,7 +325,7 @@ def choose(
 
 def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogWeights:
     if has_exact_density(guide):
-        return exact_log_weights(guide, target, policy.num_weighed)[1]
+        return exact_log_weights(target, guide, policy.num_weighed)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FoldWarning)  # ``train_semi_implicit`` reports folds
         found = weighted_draws(target, guide, num_samples=policy.num_weighed, num_starts=2)
@@ -334,9 +334,9 @@ def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogW
 
 @torch.no_grad()
 def exact_log_weights(
-    guide: AutoGuide,
     target: Target,
-    num_draws: int,
+    guide: AutoGuide,
+    num_samples: int,
     log_prob: Callable[[Tensor], Tensor] | None = None,
     noise: Tensor | None = None,
     wide: CorrectionPolicy | None = None,
@@ -350,15 +350,15 @@ def exact_log_weights(
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> guide = exact_guide(model, Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1)))
-    >>> draws, log_weights = exact_log_weights(guide, Target(model), 5)
+    >>> draws, log_weights = exact_log_weights(Target(model), guide, 5)
     >>> draws.shape, log_weights.values.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
-    :param guide: a guide for which ``has_exact_density`` is true.
     :param target: the posterior.
-    :param num_draws: the number of draws.
+    :param guide: a guide for which ``has_exact_density`` is true.
+    :param num_samples: the number of draws.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
-    :param noise: the standard normal noise of the draws ``(num_draws, latent_dim)``, for instance
+    :param noise: the standard normal noise of the draws ``(num_samples, latent_dim)``, for instance
         of Sobol points; by default random. A mixture has none. With ``wide``, one more column
         selects the scales.
     :param wide: widens the noise of some draws, so that they reach tails which the guide lacks.
@@ -374,9 +374,9 @@ def exact_log_weights(
         noise = _widened_noise(noise, wide)
     parts, log_weights = [], []
     log_prob = log_prob or target.log_prob
-    for first in range(0, num_draws, DRAWS_AT_ONCE):
+    for first in range(0, num_samples, DRAWS_AT_ONCE):
         if noise is None or isinstance(guide, AutoMixture):
-            part = q.sample(torch.Size((min(DRAWS_AT_ONCE, num_draws - first),)))
+            part = q.sample(torch.Size((min(DRAWS_AT_ONCE, num_samples - first),)))
         else:
             part = guide.get_transform()(noise[first : first + DRAWS_AT_ONCE])
         parts.append(part)
@@ -470,8 +470,8 @@ def mixture_weights(
     if not components:
         raise ValueError("mixture_weights needs at least one component")
     policy = policy or DEFAULT.mixture
-    num_draws = policy.draws_of_each(len(components))
-    draws = [q.sample(torch.Size((num_draws,))) for q in components]
+    num_samples = policy.draws_of_each(len(components))
+    draws = [q.sample(torch.Size((num_samples,))) for q in components]
     log_p = torch.stack([target.log_prob(points) for points in draws])
     points = torch.cat(draws)
     # float64: the densities of one component at another's draws differ by many powers of ten. A
@@ -561,7 +561,7 @@ def reliability(
     If the policy accepts them, up to 8,000 more draws must agree, as many as a few seconds allow:
     a mode that the guide hardly covers has one draw in a thousand, and no other draw reveals it.
     """
-    found = exact_log_weights(guide, target, policy.num_weighed)[1]
+    found = exact_log_weights(target, guide, policy.num_weighed)[1]
     if not policy.accepts(found):
         return found
     seconds = seconds_near(target.log_prob, target.init_loc, not target.is_vectorized)(
@@ -571,7 +571,7 @@ def reliability(
     number = min(policy.num_weighed_again, affordable)
     if number <= policy.num_weighed:
         return found
-    more = exact_log_weights(guide, target, number, wide=policy)[1]
+    more = exact_log_weights(target, guide, number, wide=policy)[1]
     return found if policy.confirms(more, found.efficiency) else more
 
 
@@ -590,7 +590,7 @@ def matched_guide(
 
     :param guide: the guide of the draws.
     :param target: the posterior.
-    :param points: unconstrained draws, ``(num_draws, latent_dim)``.
+    :param points: unconstrained draws, ``(num_samples, latent_dim)``.
     :param weights: their weights.
     """
     number = weights.effective_sample_size
@@ -621,23 +621,23 @@ def corrected_draws(
     efficiency *= policy.usual_share
     proposals = math.ceil(policy.oversampling * num_samples / efficiency)
     number = max(proposals, policy.least_proposals)
-    draws, log_weights = exact_log_weights(guide, target, number, wide=policy)
+    draws, log_weights = exact_log_weights(target, guide, number, wide=policy)
     drawn = draws[log_weights.resample(num_samples)]
     return target.constrain(symmetries.shuffled(drawn) if symmetries else drawn)
 
 
-def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredDraws, float]:
+def joint_draws(found: Any, marginal: Marginal, num_samples: int) -> tuple[StoredDraws, float]:
     """Return draws of all latent variables, and the largest error of their density in nats.
 
     :param found: the fit of the remaining variables.
     :param marginal: their density.
-    :param num_draws: the number of draws.
+    :param num_samples: the number of draws.
     """
     joint = _JointDraws(found.symmetries, marginal)
     if found.refined is None and found.correction is not None:
-        latent, known = _joint_by_weights(found, joint, num_draws)
+        latent, known = _joint_by_weights(found, joint, num_samples)
     else:
-        latent, known = _joint_by_chains(found, joint, num_draws)
+        latent, known = _joint_by_chains(found, joint, num_samples)
     return StoredDraws(marginal.target.constrain(latent), **known), joint.max_fault
 
 
@@ -671,7 +671,7 @@ class _JointDraws:
     def take(self) -> tuple[Tensor, Tensor]:
         """Return all latent variables since the last call, and the errors of their densities.
 
-        :returns: ``(num_draws, latent_dim)`` and ``(num_draws,)``.
+        :returns: ``(num_samples, latent_dim)`` and ``(num_samples,)``.
         """
         latents, faults = torch.cat(self._latents), torch.cat(self._faults)
         self._latents, self._faults = [], []
@@ -683,22 +683,22 @@ class _JointDraws:
 
 
 def _joint_by_weights(
-    found: Any, joint: _JointDraws, num_draws: int
+    found: Any, joint: _JointDraws, num_samples: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Resample joint draws by the importance weights of the remaining variables."""
     # Sobol points: moments of the remaining variables are then almost those of an integral.
     like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
-    noise, policy = normal_draws(num_draws, len(like) + 1, like, seed), found.policy.correction
+    noise, policy = normal_draws(num_samples, len(like) + 1, like, seed), found.policy.correction
     guide, is_settled = found.guide, False
     while guide is not None:
         rest, weights = exact_log_weights(
-            guide, found.target, num_draws, log_prob=joint.draw, noise=noise, wide=policy
+            found.target, guide, num_samples, log_prob=joint.draw, noise=noise, wide=policy
         )
         latent, faults = joint.take()
         is_settled = policy.confirms(weights, found.correction)
         is_last = is_settled or guide is not found.guide
         guide = None if is_last else matched_guide(guide, found.target, rest, weights, policy)
-    index = weights.resample(num_draws)
+    index = weights.resample(num_samples)
     joint.keep(faults[index])
     latent, order = latent[index], index.argsort()
     again = order[1:][index[order].diff() == 0]
@@ -711,14 +711,14 @@ def _joint_by_weights(
 
 
 def _joint_by_chains(
-    found: Any, joint: _JointDraws, num_draws: int
+    found: Any, joint: _JointDraws, num_samples: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Complete draws of the remaining variables, evenly spaced along their chains."""
     stored = found.posterior
     if not isinstance(stored, StoredDraws):
-        stored = StoredDraws(found.sample(num_draws), settled=True)
+        stored = StoredDraws(found.sample(num_samples), settled=True)
     index = torch.arange(stored.num_draws).reshape(stored.num_chains, -1)
-    index = index[:, :: max(1, math.ceil(stored.num_draws / num_draws))].flatten()
+    index = index[:, :: max(1, math.ceil(stored.num_draws / num_samples))].flatten()
     joint.draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
     names = ("settled", "modes_weighed", "doubts", "drift", "num_independent", "num_chains")
     latent, faults = joint.take()

@@ -17,6 +17,7 @@ from pyro_implicit.fitting.policy import DEFAULT
 from pyro_implicit.fitting.updating import normal_mixture
 from pyro_implicit.mcmc import Refined, refine
 from pyro_implicit.ops import bridge, bridge_error
+from pyro_implicit.runtime.global_state import with_seed
 from pyro_implicit.runtime.sites import is_flat
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class LogEvidence(NamedTuple):
         return f"{self.value:.3f} +- {self.standard_error:.3f}"
 
 
-def log_evidence(result: Fit) -> LogEvidence:
+@with_seed
+def log_evidence(result: Fit, *, seed: int | None = None) -> LogEvidence:
     r"""Estimate the log evidence by bridge sampling between chains and a mixture of normals.
 
     The mixture is fitted, in unconstrained space, to one half of the chains, and bridges to the
@@ -57,6 +59,8 @@ def log_evidence(result: Fit) -> LogEvidence:
 
     :param result: a result of :func:`~pyro_implicit.fit` with all data. If it has no chains, draws
         of the result start short chains.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :raises ValueError: for a flat prior, which has no evidence, and for too few draws.
 
     **References:**

@@ -92,7 +92,7 @@ def _seconds(marginal: Marginal, with_score: bool) -> float:
 
 def _affordable(policy: IntegrationPolicy, marginal: Marginal, seconds: float) -> int:
     stored = policy.num_stored / marginal.target.latent_dim
-    most = min(policy.num_draws, stored, policy.draw_seconds / seconds)
+    most = min(policy.num_samples, stored, policy.draw_seconds / seconds)
     return max(policy.least_draws, 2 ** int(math.log2(most)))
 
 

@@ -197,7 +197,7 @@ def _train_ensemble(
             stages.held_out = HeldOut(
                 rows.model,
                 rows.held,
-                policy=HeldOutPolicy(patience, num_draws=members),
+                policy=HeldOutPolicy(patience, num_samples=members),
                 interval=policy.score_interval,
             )
         stages.train_alone(name, guide, loss, time_share, num_steps=steps, lr_factor=lr_factor)

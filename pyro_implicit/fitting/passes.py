@@ -137,7 +137,7 @@ class PassStages:
         """
         target, policy = self.target, self.policy
         result, limit = self.stages.result, self.stages.limit
-        draws, _ = _sobol(modes, policy.num_draws)
+        draws, _ = _sobol(modes, policy.num_samples)
         with result.stage("correct") as line:
             if is_late(limit, draws):
                 line.outcome = self._warn_of_gaussian()
@@ -159,7 +159,7 @@ class PassStages:
             wide = _widened(modes, policy.widening)
             points, found = _log_weights(target, wide, few, most, limit, self._suffice)
             line.outcome = f"{len(found)} weights: {found}"
-            draws = points[found.resample(policy.num_draws)]
+            draws = points[found.resample(policy.num_samples)]
             if len(found) < most and not policy.accepts(found):
                 worth = f"are as good as {found.efficiency * len(found):.0f} independent ones"
                 if found.khat > policy.max_khat:

@@ -384,7 +384,7 @@ class StartPolicy:
     factors: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 
     #: Draws by which the scale is judged.
-    num_draws: int = 8
+    num_samples: int = 8
 
     #: Mean fields that are trained together from different starts; with ideal points, one to five
     #: of eight ended in the right mode. Their steps, at most; with fewer than the least, none are.
@@ -558,7 +558,7 @@ class UpdatePolicy:
     """Posteriors as priors (:func:`~pyro_implicit.fitting.posterior_as_prior`)."""
 
     #: Draws of the earlier posterior, at most.
-    num_draws: int = 20_000
+    num_samples: int = 20_000
 
     #: Numbers of normal distributions, tried after one until more are not better. After five rows
     #: of data, 16 change the weight of a mode by up to 0.03 at the next update, 32 by 0.001.
@@ -638,7 +638,7 @@ class PassPolicy:
     most_chained: int = 10_000
 
     #: Stored draws; a power of two, because they are Sobol points.
-    num_draws: int = 8192
+    num_samples: int = 8192
 
     def accepts(self, weights: LogWeights) -> bool:
         """Return whether draws can be resampled by these weights.
@@ -719,7 +719,7 @@ class IntegrationPolicy:
     """Fits of the variables that remain after others are integrated out."""
 
     #: Draws of all variables, at most; a power of two, because they are made from Sobol points.
-    num_draws: int = PassPolicy.num_draws
+    num_samples: int = PassPolicy.num_samples
 
     #: Numbers in these draws, at most (160 MB in single precision).
     num_stored: int = 40_000_000
@@ -795,7 +795,7 @@ class SimulatorPolicy:
     simulation_share: float = 0.5
 
     #: Draws to which each true value is compared, and bins of the histograms of their ranks.
-    num_draws: int = 99
+    num_samples: int = 99
     num_bins: int = 10
 
     #: Accuracies of a classifier between true values and draws, with two standard errors in their
@@ -814,7 +814,7 @@ class HeldOutPolicy:
     patience_share: float = 0.1
 
     #: Draws of the guide for each score.
-    num_draws: int = 8
+    num_samples: int = 8
 
 
 @dataclass(frozen=True)

@@ -191,13 +191,13 @@ def _double_near_bounds(stages: Stages, target: Target) -> str:
 
     def draw(number: int) -> Tensor:
         draws, weights = exact_log_weights(
-            guide, target.in_double(), policy.num_weighed, wide=policy
+            target.in_double(), guide, policy.num_weighed, wide=policy
         )
         return draws[weights.resample(number)]
 
     with suppress(Exception), same_streams(target.init_loc.device):  # of mixed dtypes
         points, _ = exact_log_weights(
-            guide, target, ROUNDING.num_near, lambda latent: latent[:, 0], wide=policy
+            target, guide, ROUNDING.num_near, lambda latent: latent[:, 0], wide=policy
         )
         if loses_digits(target, points):
             return widen_if_rounded(target, draw)
@@ -211,7 +211,7 @@ def _match(stages: Stages, target: Target, before: LogWeights) -> LogWeights | N
     :returns: the weights of the new one; None if it is no better.
     """
     result, policy = stages.result, stages.policy.correction
-    points, weights = exact_log_weights(result.guide, target, policy.num_weighed, wide=policy)
+    points, weights = exact_log_weights(target, result.guide, policy.num_weighed, wide=policy)
     guide = matched_guide(result.guide, target, points, weights, policy)
     found = None if guide is None else stages.reliability_of(guide, target)
     if found is None or found.efficiency <= before.efficiency:

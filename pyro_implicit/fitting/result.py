@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
+from pyro.infer import ELBO
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -28,8 +29,8 @@ from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.diagnostics.policy import EFFORT
-from pyro_implicit.diagnostics.quantities import Function
+from pyro_implicit.diagnostics.policy import EFFORT, ComparePolicy, VerdictPolicy
+from pyro_implicit.diagnostics.quantities import Function, Quantities
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
@@ -50,7 +51,7 @@ from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
-from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
 from pyro_implicit.runtime.progress import Stage, new_stage
 from pyro_implicit.runtime.sites import unplated_as_events
@@ -207,9 +208,16 @@ class Fit(Printed):
             self.guide.attach(model)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def sample(
-        self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
+        self,
+        num_samples: int,
+        *args: Any,
+        corrected: bool | None = None,
+        seed: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Draw from the posterior: refined or corrected draws if available, else from the guide.
 
@@ -217,6 +225,9 @@ class Fit(Printed):
         :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
         :param corrected: whether to resample two effective draws of a guide with an exact density
             to one, by Pareto-smoothed importance weights; by default if ``correction`` is set.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :param model_kwargs: keyword arguments of the guide whose names this method has, too.
         :returns: by site, ``(num_samples, *site_shape)``.
         :raises ValueError: for no draws, and for ``corrected=True`` and a guide without an exact
             density.
@@ -228,7 +239,9 @@ class Fit(Printed):
             return self._with_values(self._corrected(num_samples))
         has_draws = self.refined is not None or self.draws is not None
         guide = self._posterior(num_samples) if has_draws else self.guide
-        return self._with_values(draw(guide, num_samples, *args, **kwargs))
+        return self._with_values(
+            draw(guide, num_samples, *args, **{**kwargs, **(model_kwargs or {})})
+        )
 
     @property
     @in_turn
@@ -316,7 +329,7 @@ class Fit(Printed):
         result = replace(self, marginal=more, stages=[*self.stages], interrupted=False)
         result.stages.append(more.stages[-1])
         with result.stage("draws") as line:
-            number = self.policy.integration.num_draws
+            number = self.policy.integration.num_samples
             result.draws, _ = joint_draws(more, more.source[0].marginal, number)
             line.outcome = f"{result.draws.num_draws:,} draws of all latent variables"
         return result
@@ -366,49 +379,114 @@ class Fit(Printed):
             )
         return fit_update(self, model, args, sites, model_kwargs, options)
 
+    @in_turn
+    @with_seed
     @_by_own_parameters
-    def diagnose(self, **options: Any) -> Diagnosis:
+    def diagnose(
+        self,
+        *,
+        num_samples: int | None = None,
+        loss: ELBO | None = None,
+        modes: Tensor | Literal["known", "search"] | None = "known",
+        num_transitions: int | None = None,
+        chunk_size: int = EFFORT.chunk_size,
+        max_core_seconds: float = EFFORT.max_core_seconds,
+        quantities: Quantities = "auto",
+        seed: int | None = None,
+        progress: bool = True,
+        policy: VerdictPolicy | None = None,
+    ) -> Diagnosis:
         """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.
 
-        It reuses what ``fit`` knows: the modes of its search, and of chains that have converged
-        that their draws do not drift, so that no short HMC runs. For a second opinion, which
-        searches again from other draws of the prior, pass ``modes="search"`` and
-        ``num_transitions=20``. Discrete latent variables that were summed out one by one are summed
-        out here, too: the checks are those of the continuous ones, which have gradients.
+        Discrete latent variables that were summed out one by one are summed out here, too: the
+        checks are those of the continuous ones, which have gradients.
 
-        :param options: options of that function.
+        :param num_samples: as for :func:`~pyro_implicit.diagnose`, like all arguments without a
+            description here: ``loss``, ``chunk_size``, ``max_core_seconds``, ``quantities``,
+            ``progress`` and ``policy``.
+        :param modes: ``"known"`` takes the modes of the search of ``fit``, and searches if there
+            are none. ``"search"`` searches in any case, from other draws of the prior. A tensor
+            gives the modes, and None skips the check.
+        :param num_transitions: transitions of short HMC. By default 20, but 0 for chains that have
+            converged, because their draws do not drift.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :raises TypeError: for an argument of another name.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches over
             which no passes were made.
         """
+        options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "loss": loss,
+            "chunk_size": chunk_size,
+            "max_core_seconds": max_core_seconds,
+            "quantities": quantities,
+            "progress": progress,
+            "policy": policy,
+        }
         if self.marginal is not None and self.target.sampled:
+            options |= {"modes": modes, "num_transitions": num_transitions}
             return replace(self.marginal.diagnose(**options), extrapolated=self.extrapolated)
-        known: dict[str, Any] = {}
-        is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
-        modes = None if self.marginal is not None or is_network else self.modes
-        if modes is not None and "quantities" not in options:
-            density = self.passes or self.target
-            if modes.shape[-1] == density.latent_dim:  # others are of a marginal density
-                known["modes"] = modes
-        refined = self.refined
-        if isinstance(refined, Refined) and refined.stopped == "converged" and not refined.weights:
-            known["num_transitions"] = 0
-        options = known | options
-        draws = self._posterior(options.get("num_samples") or EFFORT.num_samples)
-        found = diagnose(self.passes or self.target, draws, **options)
+        if isinstance(modes, str) and modes == "known":
+            known = None if callable(quantities) else self._known_modes
+            modes = "search" if known is None else known
+        if num_transitions is None:
+            num_transitions = 0 if self._has_converged else EFFORT.num_transitions
+        draws = self._posterior(num_samples or EFFORT.num_samples)
+        found = diagnose(
+            self.passes or self.target,
+            draws,
+            modes=modes,
+            num_transitions=num_transitions,
+            **options,
+        )
         held_out = next(reversed(self.held_out.values()), None)
         return replace(found, held_out=held_out, extrapolated=self.extrapolated)
 
+    @property
+    def _known_modes(self) -> Tensor | None:
+        """The modes of the search; None if they are of a marginal density, or of single weights."""
+        is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
+        if self.modes is None or self.marginal is not None or is_network:
+            return None
+        density = self.passes or self.target
+        return self.modes if self.modes.shape[-1] == density.latent_dim else None
+
+    @property
+    def _has_converged(self) -> bool:
+        found = self.refined
+        return isinstance(found, Refined) and found.stopped == "converged" and not found.weights
+
+    @in_turn
+    @with_seed
     @_by_own_parameters
-    def compare(self, reference: Any, **options: Any) -> Comparison:
+    def compare(
+        self,
+        reference: Any,
+        *,
+        num_samples: int | None = None,
+        quantities: Quantities = "auto",
+        seed: int | None = None,
+        policy: ComparePolicy | None = None,
+    ) -> Comparison:
         """Return :func:`~pyro_implicit.compare` of these draws with a reference, for instance NUTS.
 
-        :param reference: an ``MCMC``, draws or another guide.
-        :param options: options of that function.
+        :param reference: an ``MCMC`` that has run, another object with ``get_samples()``, or draws
+            by site.
+        :param num_samples: as for :func:`~pyro_implicit.compare`, like ``quantities`` and
+            ``policy``.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :raises TypeError: for an argument of another name.
         """
         _, args, kwargs = self.source
-        return compare(self.model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
+        options: dict[str, Any] = {"num_samples": num_samples, "quantities": quantities}
+        options |= {"policy": policy, "model_kwargs": kwargs}
+        return compare(self.model, self.posterior, reference, *args, **options)
 
-    def summary(self, num_samples: int | None = None, hdi_prob: float = 0.9) -> Any:
+    def summary(
+        self, num_samples: int | None = None, hdi_prob: float = 0.9, *, seed: int | None = None
+    ) -> Any:
         """Return ArviZ's summary of each element of each site.
 
         **Example:**
@@ -424,21 +502,25 @@ class Fit(Printed):
 
         :param num_samples: as for :meth:`to_datatree`.
         :param hdi_prob: the mass of the highest-density intervals.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: a data frame with mean, sd, interval, Monte Carlo standard errors (MCSE),
             effective sample sizes (ESS) and R-hat. Draws without chains count as independent, and
             have no R-hat; resampled draws (``correction``) are worth fewer than their ESS.
         :raises ImportError: without ArviZ 0.x.
         """
-        data = self.to_inferencedata(num_samples)
+        data = self.to_inferencedata(num_samples, seed=seed)
         with quiet_arviz() as arviz:  # a single chain has no R-hat
             return arviz.summary(data, hdi_prob=hdi_prob, round_to="none")
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def check_prior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        num_draws: int = DECISIONS.num_replicas,
+        num_samples: int = DECISIONS.num_replicas,
+        *,
         seed: int | None = None,
     ) -> PredictiveCheck:
         """Compare the observed data with data that are drawn from the prior.
@@ -450,14 +532,16 @@ class Fit(Printed):
             the errors.
         :raises ValueError: also for a flat prior, which has no draws.
         """
-        return self._check("prior", statistics, num_draws, seed)
+        return self._check("prior", statistics, num_samples)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def check_posterior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-        num_draws: int = DECISIONS.num_replicas,
+        num_samples: int = DECISIONS.num_replicas,
+        *,
         seed: int | None = None,
     ) -> PredictiveCheck:
         r"""Compare the observed data with data that are drawn from the posterior.
@@ -484,8 +568,9 @@ class Fit(Printed):
             float64, to a number, by name. By default mean, standard deviation, minimum and maximum
             of continuous data; mean, standard deviation, share of zeros and maximum of counts; the
             share of ones of binary data.
-        :param num_draws: the number of data sets, about.
-        :param seed: of the data sets; by default the current streams are used.
+        :param num_samples: the number of data sets, about.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: numbers by site, with ``plot()``; ``print`` shows a table and names faults.
         :raises ImportError: without ArviZ 0.x.
         :raises ValueError: for a result without draws, a model without observed sites, constant
@@ -500,25 +585,25 @@ class Fit(Printed):
            applications in goodness-of-fit evaluation and multiple sample comparison*.
         3. Kleiber and Zeileis (2016), *Visualizing count data regressions using rootograms*.
         """
-        return self._check("posterior", statistics, num_draws, seed)
+        return self._check("posterior", statistics, num_samples)
 
     def _check(
         self,
         group: Literal["prior", "posterior"],
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None,
-        num_draws: int,
-        seed: int | None,
+        num_samples: int,
     ) -> PredictiveCheck:
-        refuse_counts(DECISIONS.num_groups, num_draws=num_draws)
-        with seeded(seed):
-            return predictive_check(group, self.target, self.draws_by_chain(num_draws), statistics)
+        refuse_counts(DECISIONS.num_groups, num_samples=num_samples)
+        return predictive_check(group, self.target, self.draws_by_chain(num_samples), statistics)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def sensitivity(
         self,
         prior_sites: Collection[str] | None = None,
         quantities: Function | None = None,
+        *,
         seed: int | None = None,
     ) -> Sensitivity:
         r"""Compute how the posterior depends on its prior and its likelihood, by power-scaling.
@@ -548,7 +633,8 @@ class Fit(Printed):
         :param quantities: a function of a dict of draws by site, ``(num_draws, *site_shape)``, to a
             tensor or a dict of tensors ``(num_draws, *shape)``, for instance predictions. By
             default all elements of all sites.
-        :param seed: of draws without chains; by default the current streams are used.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: sensitivities, diagnosis, and curves with the k-hat of their weights.
         :raises ImportError: without ArviZ 0.x.
         :raises ValueError: for a result without draws, an unknown site, or densities that are not
@@ -560,30 +646,32 @@ class Fit(Printed):
         1. Kallioinen, Paananen, Bürkner and Vehtari (2023), *Detecting and diagnosing prior and
            likelihood sensitivity with power-scaling*.
         """
-        with seeded(seed):
-            draws = self.draws_by_chain(DECISIONS.num_draws)
+        draws = self.draws_by_chain(DECISIONS.num_draws)
         return power_scaling(self.target, draws, prior_sites, quantities)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
-    def draws_by_chain(self, num_draws: int) -> dict[str, Tensor]:
+    def draws_by_chain(self, num_samples: int, *, seed: int | None = None) -> dict[str, Tensor]:
         """Return draws of the posterior by chain; independent draws in groups of equal size.
 
-        :param num_draws: of all chains, about.
+        :param num_samples: of all chains, about.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :returns: by site, ``(num_chains, num_draws, *site_shape)``, evenly spaced along the chains.
         :raises ValueError: for a result without a guide or draws.
         """
         if self.refined is not None:
             chains = self.refined.get_samples(group_by_chain=True)
             count, length = next(iter(chains.values())).shape[:2]
-            few = {n: v[:, :: max(1, count * length // num_draws)] for n, v in chains.items()}
+            few = {n: v[:, :: max(1, count * length // num_samples)] for n, v in chains.items()}
             return self._by_chain(few)
         if self.guide is None:
             raise ValueError(
                 'the result has no posterior draws. Cure: the result of fit(model, "auto", ...)'
             )
-        number = DECISIONS.num_groups * max(1, num_draws // DECISIONS.num_groups)
-        draws = self.sample(number, *self.source[1], **self.source[2])
+        number = DECISIONS.num_groups * max(1, num_samples // DECISIONS.num_groups)
+        draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
         return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
 
     def _by_chain(self, chains: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -600,6 +688,7 @@ class Fit(Printed):
         return 1 / (1 + (1 - self.correction) / self.policy.correction.oversampling)
 
     @in_turn
+    @with_seed
     @_by_own_parameters
     def to_datatree(
         self,
@@ -611,6 +700,7 @@ class Fit(Printed):
         num_chains: int | None = 4,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> Any:
         """Draws of the posterior as an xarray ``DataTree`` in ArviZ's layout.
 
@@ -620,13 +710,15 @@ class Fit(Printed):
             refined draws in ``num_chains`` long chains, or 2,000 draws without chains.
         :param log_likelihood: like the other arguments and errors, as for
             :meth:`~pyro_implicit.export.ArvizExport.to_datatree`.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         """
         if num_samples is None and self.refined is not None:
             chains = self._by_chain(self.refined.get_samples(group_by_chain=True))
             posterior = joined(chains, num_chains)
         else:
             number = num_samples or self.policy.num_exported
-            draws = self.sample(number, *self.source[1], **self.source[2])
+            draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
         source = (self.model, *self.source[1:])
         groups = model_groups(posterior, source, log_likelihood, posterior_predictive, prior)

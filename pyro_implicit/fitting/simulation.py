@@ -414,19 +414,32 @@ class SimulatorFit(Printed):
     _proposal: Tensor | None = field(init=False, default=None)
 
     @in_turn
-    def sample(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    @with_seed
+    def sample(
+        self,
+        num_samples: int,
+        *args: Any,
+        seed: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
         """Draw from the posterior.
 
         :param num_samples: the number of draws.
         :param args: arguments of the model with other data, like ``kwargs``; by default those of
             :func:`fit_simulator`.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :param model_kwargs: keyword arguments of the model whose names this method has, too.
         :returns: by site, ``(num_samples, *site_shape)``.
         :raises TypeError: for data that are no tensors.
         :raises ValueError: for data of another shape, or that are not finite, or for other data
             after several rounds.
         """
         refuse_counts(num_samples=num_samples)
-        return self._simulator.split(self._sample(self._features(args, kwargs), num_samples))
+        return self._simulator.split(
+            self._sample(self._features(args, {**kwargs, **(model_kwargs or {})}), num_samples)
+        )
 
     def _features(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         simulator = self._simulator
@@ -510,7 +523,12 @@ class SimulatorFit(Printed):
     @with_seed
     @torch.no_grad()
     def diagnose(
-        self, *args: Any, num_simulations: int = 500, seed: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        num_simulations: int = 500,
+        seed: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> SimulatorDiagnosis:
         """Check the posterior by new simulations, and the data by the range of all simulations.
 
@@ -519,14 +537,16 @@ class SimulatorFit(Printed):
 
         :param args: arguments of the model with other data, as in :meth:`sample`.
         :param num_simulations: the number of new simulations, at least 100.
-        :param seed: the seed of all random numbers of this call.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
+        :param model_kwargs: keyword arguments of the model whose names this method has, too.
         :raises ValueError: for fewer simulations.
         """
         policy, simulator = self.policy, self._simulator
         refuse_counts(policy.least_simulations, num_simulations=num_simulations)
-        data = self._features(args, kwargs)
+        data = self._features(args, {**kwargs, **(model_kwargs or {})})
         pairs, _ = simulator.draw(num_simulations, TimeLimit(None), 1.0, self._proposal)
-        draws = self._sample(pairs.data, policy.num_draws)
+        draws = self._sample(pairs.data, policy.num_samples)
         truth, others = simulator.split(pairs.latent), simulator.split(draws)
         ranks = {
             name: torch.stack([rank(*row) for row in zip(value, others[name], strict=True)])
@@ -539,7 +559,7 @@ class SimulatorFit(Printed):
         low, high = self._range
         outside = ((data < low) | (data > high)).tolist()
         return SimulatorDiagnosis(
-            calibration_of(ranks, policy.num_draws, policy.num_bins),
+            calibration_of(ranks, policy.num_samples, policy.num_bins),
             hits.mean().item(),
             hits.std().item() / math.sqrt(len(hits)),
             tuple(n for n, is_out in zip(simulator.columns, outside, strict=True) if is_out),

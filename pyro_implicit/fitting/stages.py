@@ -80,7 +80,7 @@ class Stages:
     >>> target = Target(model)
     >>> with stages.kept_apart():
     ...     modes = stages.search(target, num_iterations=100)
-    ...     _ = stages.add(weigh("gaussian", stages.exact_guide(modes), target))
+    ...     _ = stages.add(weigh("gaussian", target, stages.exact_guide(modes)))
     ...     result = stages.choose(target, modes)
     >>> [stage.name for stage in result.stages]
     ['search', 'choose']
@@ -386,7 +386,8 @@ class Stages:
         if self.candidates and target is not None and modes is not None:
             if self.in_training is not None and isinstance(self.in_training[1], AutoGuide):
                 with suppress(Exception):  # any error of a half-trained guide
-                    self.add(weigh(*self.in_training, target, policy=self.policy.choice))
+                    name, guide = self.in_training
+                    self.add(weigh(name, target, guide, policy=self.policy.choice))
             self.choose(target, modes)
         elif self.result.guide is None:
             raise KeyboardInterrupt
@@ -396,7 +397,7 @@ class Stages:
     def choose(self, target: Target, modes: Modes) -> Fit:
         """Make the best candidate the result."""
         with self.result.stage("choose") as line:
-            chosen, line.outcome = choose(self.candidates, modes, target, self.policy.choice)
+            chosen, line.outcome = choose(target, self.candidates, modes, self.policy.choice)
             chosen.restore()
         if chosen is not self.candidates[-1]:
             self.reliability = None
@@ -455,7 +456,7 @@ class Stages:
         if seconds > (left := self.limit.left(share)):
             number = math.floor(policy.num_weighed * left / seconds)
             policy = replace(policy, num_weighed=max(policy.least_weighed, number))
-        return weigh(name, guide, target, losses, policy=policy)
+        return weigh(name, target, guide, losses, policy=policy)
 
     def reliability_of(self, guide: Any, target: Target) -> LogWeights | None:
         """Return the finding of ``reliability``; None if ``max_seconds`` is too short for it."""
@@ -628,7 +629,7 @@ def _judge(stages: Stages, target: Target, guide: Any) -> Callable[[], bool]:
     def is_enough() -> bool:
         if stages._seconds_of_weights(target, num_draws) > stages.limit.left(share):
             return False
-        if not policy.are_even(exact_log_weights(guide, target, num_draws)[1]):
+        if not policy.are_even(exact_log_weights(target, guide, num_draws)[1]):
             return False
         found = stages.reliability_of(guide, target)
         stages.reliability = found if found is not None and policy.are_even(found) else None
@@ -649,7 +650,7 @@ def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> No
             guide = semi_implicit_guide(stages.model, frame, *stages.args, **stages.kwargs)
             stages.guides.append(guide)
             losses = stages.train(name, guide, default_loss(guide, stages.num_particles))
-            found = weigh(name, guide, target, losses, policy=policy)
+            found = weigh(name, target, guide, losses, policy=policy)
             line.outcome = stages.add(found)
             # LIVI counts the entropy of a generator that covers one place twice as larger.
             promised = -torch.tensor(losses[-policy.num_last :]).nanmean().item() - found.bound
@@ -674,14 +675,14 @@ def _train_part(
 ) -> tuple[list[float], str]:
     """Train a component of a mixture; restore its Gaussian if the bound fell."""
     choice, share = stages.policy.choice, stages.policy.budget.training_share
-    start = weigh("start", part, target, num_draws=1, policy=choice)
+    start = weigh("start", target, part, num_samples=1, policy=choice)
     loss = _loss_of_part(stages)
     name, note = f"mode-{index}", ""
     try:
         most = math.ceil(stages.num_steps * number**-0.5)
         steps = min(most, stages.steps_for(part, loss, seconds))
         losses = stages.train(name, part, loss, steps, time_share=share / (number - index))
-        trained = weigh(name, part, target, num_draws=1, policy=choice)
+        trained = weigh(name, target, part, num_samples=1, policy=choice)
         if not trained.falls_short(start, choice.tie):
             return losses, ""
         note = "its bound fell"

@@ -53,7 +53,7 @@ def first_scales(
     :returns: the scale and the learning rate.
     """
     centre = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
-    shape = policy.num_draws, target.latent_dim
+    shape = policy.num_samples, target.latent_dim
     stream = torch.Generator("cpu").manual_seed(0)  # the caller's does not advance
     noise = torch.randn(shape, generator=stream, device="cpu").to(centre)
     step = target.score(centre)[1].sign().nan_to_num(0.0)

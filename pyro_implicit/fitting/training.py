@@ -49,6 +49,7 @@ from pyro_implicit.runtime.global_state import (
     random_streams,
     restore_random_streams,
     seeded,
+    with_seed,
 )
 from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -96,6 +97,7 @@ class _State:
 
 
 @in_turn
+@with_seed
 def train(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -110,6 +112,7 @@ def train(
     callbacks: Iterable[Callback] = (),
     name: str = "fit",
     max_seconds: float = math.inf,
+    seed: int | None = None,
     compile: CompileMode = "auto",
     is_enough: Callable[[], bool] | None = None,
     max_nonfinite: int = DEFAULT.training.max_nonfinite,
@@ -125,10 +128,10 @@ def train(
     >>> from pyro.infer.autoguide import AutoNormal
     >>> from pyro_implicit.fitting import Schedule
     >>> from pyro_implicit.infer import ImplicitELBO
-    >>> def model(seed):
-    ...     pyro.sample("x", dist.Normal(seed, 1.0))
+    >>> def model(mean):
+    ...     pyro.sample("x", dist.Normal(mean, 1.0))
     >>> options = {"schedule": Schedule(num_steps=5), "progress": False}
-    >>> losses = train(model, AutoNormal(model), ImplicitELBO(4), seed=2.0, **options)
+    >>> losses = train(model, AutoNormal(model), ImplicitELBO(4), mean=2.0, **options)
     >>> len(losses)
     5
 
@@ -152,6 +155,8 @@ def train(
     :param name: the name of bar and file.
     :param max_seconds: the limit of wall time; in its second half the learning rate falls. A
         training that it ends is not reproducible.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param compile: how steps are compiled, for a loss of this library with ``compile=False``; see
         :class:`~pyro_implicit.infer.ImplicitELBO`.
     :param is_enough: is called after 20, 40, 80, ... steps (``Schedule.first_look``); the training
@@ -475,7 +480,7 @@ class HeldOut:
     def _score(self, guide: Callable[..., Any]) -> tuple[float, torch.device, int]:
         """Return the mean over the rows of this process, its device, and the number of rows."""
         target, total, count = self._target, 0.0, 0
-        number = self._policy.num_draws
+        number = self._policy.num_samples
         draws = draw(guide, number, *target.args, **target.kwargs)
         for _ in range(self._stream.epoch_length):
             target = target.on(self._stream.next())

@@ -67,8 +67,8 @@ def posterior_as_prior(
     posterior. Draws alone leave an error of about one per cent of a standard deviation, and in a
     stream of many batches these errors add up. For a result of :func:`~pyro_implicit.fit` whose
     other latent variables, if any, belong to groups (one plate) and can be integrated out by
-    quadrature (:class:`~pyro_implicit.density.Groups`), the mixture is therefore also fitted to the
-    log-density :math:`\log p` at the draws, by least squares:
+    quadrature (:class:`~pyro_implicit.density.groups.Groups`), the mixture is therefore also fitted
+    to the log-density :math:`\log p` at the draws, by least squares:
 
     .. math:: \min_{q} \operatorname{Var}[\log p(u) - \log q(u)].
 
@@ -116,7 +116,7 @@ def _prior_and_density(
     source = posterior_of("posterior_as_prior", posterior)
     if callable(source):
         old_args, old_kwargs = getattr(posterior, "source", (None, (), {}))[1:]
-        draws = draw(source, policy.num_draws, *old_args, **old_kwargs)
+        draws = draw(source, policy.num_samples, *old_args, **old_kwargs)
     else:
         draws = samples_of(source, "earlier")
     trace = trace_model(model, args, kwargs)

@@ -21,9 +21,9 @@ class AutoHierarchical:
 
     ``fit(..., amortize="conditional")`` makes one. For each draw :math:`\theta` the latent
     variables of each group are drawn from a Gaussian at their conditional mode, resampled by
-    importance weights, and moved by HMC (:class:`~pyro_implicit.density.Groups`). No group has
-    parameters of its own, so groups of any minibatch can be drawn, also new ones; a group without
-    data is drawn from its prior given :math:`\theta`. The guide has no density.
+    importance weights, and moved by HMC (:class:`~pyro_implicit.density.groups.Groups`). No group
+    has parameters of its own, so groups of any minibatch can be drawn, also new ones; a group
+    without data is drawn from its prior given :math:`\theta`. The guide has no density.
 
     **Example:**
 
@@ -41,7 +41,7 @@ class AutoHierarchical:
     >>> guide.sample_posterior(20).keys()  # without groups
     dict_keys(['mean'])
 
-    :param model: a Pyro model, see :class:`~pyro_implicit.density.Groups`.
+    :param model: a Pyro model, see :class:`~pyro_implicit.density.groups.Groups`.
     :param rest: draws of the global latent variables.
     :param num_moves: transitions of HMC for each group and draw after the resampling. Each costs
         four gradients of the group's log-density, and removes part of the remaining error.

@@ -79,7 +79,7 @@ class Symmetrized(DrawSummaries, PyroModule):
         keeps its parameters and their names.
     :param group: the maps: :class:`Permutations` of hidden units or :class:`Translations` of
         weights. Nest for several: ``Symmetrized(Symmetrized(guide, one), another)``.
-    :param num_draws: draws of the guide at each call, for the moments of :math:`\tau`.
+    :param num_samples: draws of the guide at each call, for the moments of :math:`\tau`.
     :raises ValueError: at the first call, for sites that the guide does not have, wrong shapes, or
         points (``AutoDelta``).
 
@@ -90,17 +90,17 @@ class Symmetrized(DrawSummaries, PyroModule):
     2. Ranganath, Tran and Blei (2016), *Hierarchical Variational Models* (the bound, eq 7).
     """
 
-    def __init__(self, guide: Callable[..., Any], group: Group, num_draws: int = 500) -> None:
+    def __init__(self, guide: Callable[..., Any], group: Group, num_samples: int = 500) -> None:
         depth = getattr(guide, "_depth", 0) + 1
         super().__init__(f"{type(self).__name__}{depth if depth > 1 else ''}")
-        refuse_counts(2, num_draws=num_draws)
+        refuse_counts(2, num_samples=num_samples)
         # Not by setattr, which would rename the guide's parameters.
         if isinstance(guide, nn.Module):
             self._modules["guide"] = guide
         else:
             self.__dict__["guide"] = guide
         self.group = group
-        self.num_draws = num_draws
+        self.num_samples = num_samples
         self._depth = depth
         self._num_plates = 0
         #: By site of the guide, the number of dimensions of a draw, and the support.
@@ -112,7 +112,7 @@ class Symmetrized(DrawSummaries, PyroModule):
 
         :returns: by site.
         """
-        others = self._draws(self.num_draws, args, kwargs)
+        others = self._draws(self.num_samples, args, kwargs)
         with _Inside(self.group.sites, self._pyro_name) as inside:
             self.guide(*args, **kwargs)
         values = {name: inside.seen[name]["value"] for name in self._ndims}
@@ -205,7 +205,7 @@ class Symmetrized(DrawSummaries, PyroModule):
         :returns: value, standard error, and the logarithm of the number of maps.
         """
         draws = self._draws(num_samples, args, kwargs)
-        others = self._draws(self.num_draws, args, kwargs)
+        others = self._draws(self.num_samples, args, kwargs)
         maps = self.group.sample(draws)
         moved = {**draws, **self.group.move(maps, draws)}
         found = self.group.information(maps, moved, others).double()
@@ -252,7 +252,7 @@ class Group(PyroModule):
     """Volume-preserving maps of latents that do not change the likelihood, and their distribution.
 
     A subclass implements four methods; ``log_size`` is the logarithm of the number of maps. Draws
-    are by site, ``(num_draws, *site_shape)``.
+    are by site, ``(num_samples, *site_shape)``.
     """
 
     #: The moved sites.
@@ -266,7 +266,7 @@ class Group(PyroModule):
         """
 
     def sample(self, draws: Draws) -> Tensor:
-        """Draw a map for each draw, ``(num_draws, ...)``."""
+        """Draw a map for each draw, ``(num_samples, ...)``."""
         raise NotImplementedError
 
     def move(self, maps: Tensor, draws: Draws) -> dict[str, Tensor]:
@@ -309,7 +309,7 @@ class Permutations(Group):
         self.log_size = math.lgamma(self.num_units + 1)
 
     def sample(self, draws: Draws) -> Tensor:
-        """Draw the index of the unit at each place, ``(num_draws, num_units)``."""
+        """Draw the index of the unit at each place, ``(num_samples, num_units)``."""
         value = draws[self.sites[0]]
         return torch.rand(len(value), self.num_units, device=value.device).argsort(-1)
 
@@ -350,7 +350,7 @@ class Translations(Group):
 
     :param site: the layer's weight.
     :param inputs: the layer's inputs for the data, ``(num_data, in_features)``; or a function from
-        draws of the other sites to inputs ``(num_draws, num_data, in_features)``.
+        draws of the other sites to inputs ``(num_samples, num_data, in_features)``.
     :param scale: initial value of s, for a narrow guide about the prior's standard deviation.
     :param tolerance: a.
     :raises ValueError: for a scale or tolerance that is not positive.

@@ -85,6 +85,13 @@ class BoundPolicy:
     #: Draws that are timed for an estimate; the fewest of a standard error.
     timed_draws: int = 2
 
+    #: Gauss-Newton steps from each initial value, by default; ``diagnose`` estimates the cost of a
+    #: weight from this number and the next one.
+    num_steps: int = 50
+
+    #: Initial values of these steps for each draw, by default.
+    num_starts: int = 4
+
     #: Chunks within ``max_seconds``, so that the last one overruns it by a fifth at most.
     num_chunks: int = 5
 

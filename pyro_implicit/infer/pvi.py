@@ -53,10 +53,10 @@ class PVI:
         + \sqrt{2 h \lambda}\, \xi_n,
 
     with q on the right side constant, and ``optim`` moves generator and scale along the gradient of
-    the path. Both use the same draws: ``num_draws`` of each component. The preconditioner
+    the path. Both use the same draws: ``num_samples`` of each component. The preconditioner
     :math:`\Psi` divides by the root of a moving average of the squared gradients of all particles.
 
-    A step costs ``num_particles * num_draws`` runs of the model and a mixture density of
+    A step costs ``num_particles * num_samples`` runs of the model and a mixture density of
     ``num_particles`` components at each draw. N components cover few of many dimensions: with a
     hundred latent variables the scale does most of the work, and the guide is close to a Gaussian.
     Particles do not move between separated modes.
@@ -75,7 +75,7 @@ class PVI:
     :param model: a Pyro model with continuous latent variables.
     :param optim: moves generator and scale, and the parameters of the model if it has any.
     :param num_particles: N, at least 2.
-    :param num_draws: draws of each component per step (the paper uses 250).
+    :param num_samples: draws of each component per step (the paper uses 250).
     :param particle_lr: h, the step size of the particles.
     :param regularization: :math:`\lambda`.
     :param precondition: whether the particles' gradients are preconditioned.
@@ -100,7 +100,7 @@ class PVI:
         model: Callable[..., Any],
         optim: PyroOptim,
         num_particles: int = 100,
-        num_draws: int = 1,
+        num_samples: int = 1,
         particle_lr: float = 1e-2,
         regularization: float = 1e-8,
         precondition: bool = True,
@@ -109,14 +109,14 @@ class PVI:
         **kwargs: Any,
     ) -> None:
         refuse_counts(2, num_particles=num_particles)
-        refuse_counts(num_draws=num_draws)
+        refuse_counts(num_samples=num_samples)
         refuse_nonpositive(particle_lr=particle_lr)
         if regularization < 0:
             raise ValueError(f"regularization must not be negative, but got {regularization}")
         options = guide_options or {}
         self.model, self.optim = model, optim
         self.guide = _ParticleMixture(model, num_particles, noise_scale, options)
-        self.elbo = _MixtureELBO(num_particles, num_draws, **kwargs)
+        self.elbo = _MixtureELBO(num_particles, num_samples, **kwargs)
         self.num_particles = num_particles
         self.particle_lr = particle_lr
         self.regularization = regularization
@@ -220,15 +220,15 @@ class _ParticleMixture(AutoSemiImplicit):
 class _MixtureELBO(ImplicitELBO):
     """The ELBO of a mixture of particles, with equally many draws of each."""
 
-    def __init__(self, num_particles: int, num_draws: int, **kwargs: Any) -> None:
-        super().__init__(num_particles * num_draws, **kwargs)
-        self.num_draws = num_draws
+    def __init__(self, num_particles: int, num_samples: int, **kwargs: Any) -> None:
+        super().__init__(num_particles * num_samples, **kwargs)
+        self.num_samples = num_samples
         # Of the object: messages name the classes that train a site, but not this one.
         self.site_types = (SemiImplicit,)  # type: ignore[misc]
 
     def draw(self, q: Implicit) -> Draw:
         particles: Tensor = q.noise_distribution.particles
-        noise = particles.repeat(self.num_draws, 1).reshape(q.batch_shape + (-1,))
+        noise = particles.repeat(self.num_samples, 1).reshape(q.batch_shape + (-1,))
         value = q.generate(noise)
         return Draw(noise, value + q.scale * torch.randn_like(value), None)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pyro_implicit.mcmc.auto_conditional import AutoConditional
-from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.nuts import NoiseSpaceReparam, warm_start
 from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.mcmc.refine import refine
@@ -17,7 +16,6 @@ from pyro_implicit.mcmc.tempering import ModeWeights
 
 __all__ = [
     "AutoConditional",
-    "ChEES",
     "ChainPolicy",
     "ConditionalReparam",
     "ModeWeights",

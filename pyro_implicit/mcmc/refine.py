@@ -87,9 +87,9 @@ def refine(
     need :func:`~pyro_implicit.mcmc.refine_by_minibatches`.
 
     The chains run Hamiltonian Monte Carlo. In the warm-up, the frame is estimated
-    from the chains in windows that double, and :class:`~pyro_implicit.mcmc.ChEES` finds step size
-    and trajectory length. The warm-up ends when the log-density no longer drifts. Then the kernel
-    is frozen and leaves the posterior exactly invariant.
+    from the chains in windows that double, and :class:`~pyro_implicit.mcmc.kernels.hmc.ChEES` finds
+    step size and trajectory length. The warm-up ends when the log-density no longer drifts. Then
+    the kernel is frozen and leaves the posterior exactly invariant.
 
     The chains stop once the drift of every mean, every standard deviation (of latents, in
     unconstrained space) and the mean log-density, in the last two thirds of the draws, is below a

@@ -231,7 +231,7 @@ def single_thread(is_wanted: bool = True) -> Iterator[None]:
 
 
 def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:
-    """Suggest the parameter that a keyword argument may have meant, if the model refused it.
+    """Suggest the parameter that a keyword argument may have meant, if it was refused.
 
     **Example:**
 
@@ -251,6 +251,9 @@ def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: Typ
     if found is None or found[1] not in kwargs or found[1] in known:
         return ""
     near = difflib.get_close_matches(found[1], known, n=1)
+    if all(one.kind is not one.VAR_KEYWORD for one in known.values()):
+        names = [f"{name}=" for name in (near or known) if name != "self"]
+        return f"{found[0]}. Cure: {' or '.join(names)}"
     cure = f"{near[0]}=" if near else "leave it out, or give the model such a parameter"
     passed_on = f"which {function.__name__} passes on, as it has no parameter of that name"
     return f"{found[0]}, {passed_on}. Cure: {cure}"

@@ -190,13 +190,13 @@ def test_of_a_result_with_several_sites():
     guide = StoredDraws({"x": posterior(NORMAL, (400,))["x"]})
     result = Fit(guide=guide, source=(both, (NORMAL, z), {}))
     outside = torch.get_rng_state()
-    found = result.check_posterior_predictive(seed=0, num_draws=200)
+    found = result.check_posterior_predictive(seed=0, num_samples=200)
     assert torch.equal(torch.get_rng_state(), outside)
     assert [site.kind for site in found.sites.values()] == ["continuous", "count"]
     assert "Site 'y', continuous: 60 observations, 200 data sets from the posterior" in str(found)
     assert len(found.plot().axes) == 6
-    again = result.check_posterior_predictive(seed=0, num_draws=200)
+    again = result.check_posterior_predictive(seed=0, num_samples=200)
     assert torch.equal(found.sites["y"].pit, again.sites["y"].pit)
-    assert "from the prior" in str(result.check_prior_predictive(seed=0, num_draws=100))
-    with pytest.raises(ValueError, match="num_draws must be at least 40"):
-        result.check_prior_predictive(num_draws=10)
+    assert "from the prior" in str(result.check_prior_predictive(seed=0, num_samples=100))
+    with pytest.raises(ValueError, match="num_samples must be at least 40"):
+        result.check_prior_predictive(num_samples=10)

@@ -8,7 +8,8 @@ import torch
 from pyro import poutine
 
 from pyro_implicit.compiled import RECORDINGS
-from pyro_implicit.density import Target, TracedScore
+from pyro_implicit.density import Target
+from pyro_implicit.density.cost import TracedScore
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -13,7 +13,9 @@ import torch
 from scipy import stats
 from scipy.special import polygamma
 
-from pyro_implicit.density import Groups, MarginalTarget, groups
+from pyro_implicit.density import groups
+from pyro_implicit.density.groups import Groups
+from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.ops.quadrature import NormalRule
 
 NUM_GROUPS = 40

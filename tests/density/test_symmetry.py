@@ -590,7 +590,7 @@ def test_integrated_variables_are_moved_with_the_others():
             pyro.sample("y", dist.Binomial(n, 0.3), obs=y)
         pyro.factor("apart", dist.Normal(20.0, 1.0).log_prob((rate[..., 0] - rate[..., 1]).abs()))
 
-    integration = replace(FIT.integration, num_draws=2048, weigh_seconds=1e-3, step_seconds=1e-4)
+    integration = replace(FIT.integration, num_samples=2048, weigh_seconds=1e-3, step_seconds=1e-4)
     options = {"seed": 0, "progress": False, "policy": replace(FIT, integration=integration)}
     result = fit(model, "auto", torch.tensor([8.0, 8.0]), **options)
     assert str(result.marginal.symmetries) == "permutations of the 2 units of 'rate'"

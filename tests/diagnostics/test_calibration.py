@@ -28,7 +28,7 @@ def model(y):
         pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=y)
 
 
-def exact(scale: float = 1.0, shift: float = 0.0, num_draws: int = 99):
+def exact(scale: float = 1.0, shift: float = 0.0, num_samples: int = 99):
     """Fits the model above in closed form."""
 
     def fit(conditioned):
@@ -36,7 +36,7 @@ def exact(scale: float = 1.0, shift: float = 0.0, num_draws: int = 99):
         y = trace.nodes["y"]["value"]
         precision = torch.tensor(1 / 9 + len(y))
         mean = (y.sum(0) + torch.tensor([1.0, -2.0]) / 9) / precision
-        noise = scale * torch.randn(num_draws, 2) + torch.tensor([shift, 0.0])
+        noise = scale * torch.randn(num_samples, 2) + torch.tensor([shift, 0.0])
         return {"x": mean + noise / precision.sqrt()}
 
     return fit
@@ -83,7 +83,7 @@ def test_p_values_are_those_of_chi_square():
     from scipy.stats import chisquare
 
     found = simulation_based_calibration(
-        model, exact(num_draws=9), DATA, num_simulations=50, num_draws=9, num_bins=3
+        model, exact(num_samples=9), DATA, num_simulations=50, num_samples=9, num_bins=3
     )
     for j in range(2):
         ranks = found.ranks["x"][:, j]
@@ -119,19 +119,19 @@ def test_guides_and_their_parameters():
 
 
 def test_model_keywords_of_our_names():
-    def counted(num_draws):
-        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([num_draws]).to_event(1))
+    def counted(num_samples):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([num_samples]).to_event(1))
         pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(0.0))
 
     found = simulation_based_calibration(
-        counted, AutoNormal, num_simulations=10, num_bins=2, model_kwargs={"num_draws": 3}
+        counted, AutoNormal, num_simulations=10, num_bins=2, model_kwargs={"num_samples": 3}
     )
-    assert found.ranks["x"].shape == (10, 3) and found.num_draws == 99
+    assert found.ranks["x"].shape == (10, 3) and found.num_samples == 99
 
 
 def test_more_draws_are_thinned():
     found = simulation_based_calibration(
-        model, exact(num_draws=250), DATA, num_simulations=50, num_draws=19, num_bins=5
+        model, exact(num_samples=250), DATA, num_simulations=50, num_samples=19, num_bins=5
     )
     assert found.ranks["x"].max() <= 19
 
@@ -156,7 +156,7 @@ def test_refusals():
     refused(lambda y: pyro.sample("x", dist.Normal(0.0, 1.0)), "no observed sites")
     refused(lambda y: pyro.sample("y", dist.Normal(0.0, 1.0), obs=y), "no latents")
     refused(model, "no draws of site 'x', only of .'z'.*Cure", lambda m: {"z": torch.ones(99)})
-    refused(model, r"of shape \(50, 2\). Cure: .* \(99 or more, \*\(2,\)\)", exact(num_draws=50))
+    refused(model, r"of shape \(50, 2\). Cure: .* \(99 or more, \*\(2,\)\)", exact(num_samples=50))
     refused(model, "num_bins must be from 2 to 4", num_simulations=20)
 
 
@@ -173,7 +173,7 @@ def normal_model(y):
 def ranks_by(executor):
     pyro.set_rng_seed(3)
     result = simulation_based_calibration(
-        normal_model, exact_fit, torch.tensor(0.0), num_simulations=100, num_draws=9,
+        normal_model, exact_fit, torch.tensor(0.0), num_simulations=100, num_samples=9,
         executor=executor,
     )  # fmt: skip
     assert result.is_calibrated and len(result.ranks["x"].unique()) == 10
@@ -191,6 +191,7 @@ def test_an_executor_runs_the_fits(kind):
             return ranks_by(executor)
 
     assert run().equal(run())  # whatever the order of the threads
+    assert run().equal(ranks_by(None))
 
 
 def test_a_dask_cluster_runs_the_fits(monkeypatch):

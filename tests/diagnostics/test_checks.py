@@ -36,14 +36,14 @@ def test_masses_against_the_mixture():
     """Of a guide on one component, the mass is the odds against that component."""
     torch.manual_seed(0)
     weights = [0.5, 0.3, 0.2]
-    found = uncovered_modes(LOCS, draws(0), density(weights))
+    found = uncovered_modes(density(weights), LOCS, draws(0))
     expected = [0.5, 0.3 / 0.8, 0.2 / 0.7]
     torch.testing.assert_close(found.mass, torch.tensor(expected), rtol=0.05, atol=0.02)
     # The bulk is that of 99 %.
     torch.testing.assert_close(found.draws, torch.tensor([0.99, 0.0, 0.0]), rtol=0, atol=0.01)
     assert found.uncovered.tolist() == [False, True, True]
     # Told the evidence, it knows each share of the whole.
-    found = uncovered_modes(LOCS, draws(0), density(weights), log_evidence=0.0)
+    found = uncovered_modes(density(weights), LOCS, draws(0), log_evidence=0.0)
     odds = torch.tensor(weights)
     torch.testing.assert_close(found.mass, odds / (1 + odds), rtol=1e-3, atol=1e-3)
 
@@ -51,9 +51,9 @@ def test_masses_against_the_mixture():
 def test_a_guide_on_all_modes_covers_them():
     torch.manual_seed(0)
     u = torch.cat([draws(0, 500), draws(1, 300), draws(2, 200)])
-    assert not uncovered_modes(LOCS, u, density([0.5, 0.3, 0.2])).uncovered.any()
+    assert not uncovered_modes(density([0.5, 0.3, 0.2]), LOCS, u).uncovered.any()
     few = torch.cat([draws(0, 990), draws(1, 10)])  # a thirtieth of what is due
-    found = uncovered_modes(LOCS[:2], few, density([0.5, 0.3, 0.2]), log_evidence=0.0)
+    found = uncovered_modes(density([0.5, 0.3, 0.2]), LOCS[:2], few, log_evidence=0.0)
     assert found.uncovered.tolist() == [False, True]
 
 
@@ -62,7 +62,7 @@ def test_a_tenth_of_the_draws_that_a_mode_is_due_covers_it(number, lost):
     """The second mode has the mass 0.3 / 1.3 of itself and the whole: a tenth are 23 of 1,000."""
     torch.manual_seed(0)
     few = torch.cat([draws(0, 1000 - number), LOCS[1].expand(number, 2)])
-    found = uncovered_modes(LOCS[:2], few, density([0.5, 0.3, 0.2]), log_evidence=0.0)
+    found = uncovered_modes(density([0.5, 0.3, 0.2]), LOCS[:2], few, log_evidence=0.0)
     assert found.draws[1].item() == pytest.approx(number / 1000)
     assert found.uncovered.tolist() == [False, lost]
 
@@ -70,7 +70,7 @@ def test_a_tenth_of_the_draws_that_a_mode_is_due_covers_it(number, lost):
 def test_small_modes_do_not_count():
     torch.manual_seed(0)
     u = torch.cat([draws(0, 500), draws(1, 500)])
-    assert not uncovered_modes(LOCS, u, density([0.499, 0.499, 0.002])).uncovered.any()
+    assert not uncovered_modes(density([0.499, 0.499, 0.002]), LOCS, u).uncovered.any()
 
 
 def test_a_spike_without_mass_does_not_count():
@@ -80,7 +80,7 @@ def test_a_spike_without_mass_does_not_count():
         dist.Categorical(torch.tensor([1.0, 1e-6])),
         dist.Normal(LOCS[:2], torch.tensor([[1.0, 3.0], [1e-6, 1e-6]])).to_event(1),
     )
-    found = uncovered_modes(LOCS[:2], draws(0), Target(lambda: pyro.sample("x", spiky)))
+    found = uncovered_modes(Target(lambda: pyro.sample("x", spiky)), LOCS[:2], draws(0))
     assert spiky.log_prob(LOCS[1]) > spiky.log_prob(LOCS[0]) + 10
     assert not found.uncovered.any()
 
@@ -94,5 +94,5 @@ def test_a_ridge_without_curvature_does_not_count():
         pyro.factor("density", -0.5 * x[0] ** 2 - 0.25 * (x[1] - 1).clamp(min=0) ** 4)
 
     u = torch.randn(1000, 2) * torch.tensor([1.0, 0.5])
-    found = uncovered_modes(torch.tensor([[0.0, 0.5]]), u, Target(model))
+    found = uncovered_modes(Target(model), torch.tensor([[0.0, 0.5]]), u)
     assert found.mass.item() < 0.9 and not found.uncovered.any()

@@ -167,7 +167,7 @@ def test_a_budget_spares_what_is_dear():
         pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(0.0))
 
     guide = AutoNormal(costly)
-    found = diagnose(costly, guide, num_samples=200, max_seconds=0.05)
+    found = diagnose(costly, guide, num_samples=200, max_core_seconds=0.05)
     assert found.drift is None and found.coverage is None and found.num_samples == 200
     assert "0 transitions of HMC of 20" in str(found) and "no search for modes" in str(found)
     assert plan_effort(Target(costly), 200, 200, 20, True, 1000, 0.05).seconds < 0.05
@@ -184,13 +184,13 @@ def test_weights_beyond_the_budget_are_left_out():
     guide = AutoSemiImplicit(model, frame=None)
     guide()
     options = {"num_samples": 100, "num_transitions": 0, "modes": None}
-    found = diagnose(model, guide, max_seconds=0.1, **options)
+    found = diagnose(model, guide, max_core_seconds=0.1, **options)
     assert found.bound is None and found.spared == ("importance weights",)
     assert "would take" in found.no_density
     target = Target(model)
     weight = seconds_of_weights(Sampler(target, guide), 100)
-    for max_seconds, is_less in [(0.1, True), (60.0, False)]:
-        plan = plan_effort(target, 100, 100, 0, False, 500, max_seconds, weight=weight)
+    for max_core_seconds, is_less in [(0.1, True), (60.0, False)]:
+        plan = plan_effort(target, 100, 100, 0, False, 500, max_core_seconds, weight=weight)
         assert (plan.seconds < 0.1) is is_less
     whole = diagnose(model, guide, **options)
     assert whole.bound is not None and whole.spared == ()
@@ -689,8 +689,8 @@ def test_bad_counts(options):
 
 
 def test_too_few_draws():
-    with pytest.raises(ValueError, match="max_seconds must be positive, but got 0"):
-        diagnose(gaussian, exact_guide(), max_seconds=0)
+    with pytest.raises(ValueError, match="max_core_seconds must be positive, but got 0"):
+        diagnose(gaussian, exact_guide(), max_core_seconds=0)
     with pytest.raises(ValueError, match="must be at least 100, but got 50"):
         diagnose(gaussian, exact_guide(), num_samples=50)
 

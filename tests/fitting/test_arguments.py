@@ -261,10 +261,25 @@ REFUSED = {
         TypeError,
         "'num_sample', which diagnose passes on.*Cure: num_samples=",
     ),
+    "wall time for diagnose": (
+        lambda: diagnose(two_latents, AutoNormal(two_latents), X2, Y20, max_seconds=5.0),
+        TypeError,
+        "'max_seconds', which diagnose passes on.*Cure: max_core_seconds=",
+    ),
     "misspelt for evidence_bound": (
         lambda: evidence_bound(two_latents, AutoNormal(two_latents), X2, Y20, num_sample=5),
         TypeError,
         "'num_sample', which evidence_bound passes on.*Cure: num_samples=",
+    ),
+    "misspelt for Fit.diagnose": (
+        lambda: Fit(source=(two_latents, (X2, Y20), {})).diagnose(num_sample=5),
+        TypeError,
+        "diagnose() got an unexpected keyword argument 'num_sample'. Cure: num_samples=",
+    ),
+    "unknown for Fit.compare": (
+        lambda: Fit(source=(two_latents, (X2, Y20), {})).compare({}, zzz=5),
+        TypeError,
+        "'zzz'. Cure: reference= or num_samples= or quantities= or seed= or policy=",
     ),
     "unknown": (
         lambda: fit(two_latents, "auto", X2, Y20, zzz=5),

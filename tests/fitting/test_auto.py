@@ -122,7 +122,7 @@ def test_a_funnel_gets_both_guides():
 def rigged(monkeypatch, bounds):
     """Candidates of given bounds, which are not near the posterior."""
 
-    def weigh(name, guide, density, losses=None, num_draws=50, policy=None):
+    def weigh(name, density, guide, losses=None, num_samples=50, policy=None):
         size = density.latent_dim
         state = {key: value.clone() for key, value in guide.state_dict().items()}
         log_weights = LogWeights(bounds[name] + torch.tensor([-1.0, 1.0]))
@@ -417,7 +417,7 @@ def test_a_seeded_fit_can_be_calibrated():
         return result.guide
 
     calibration = simulation_based_calibration(
-        model, seeded, torch.tensor(0.0), num_simulations=15, num_draws=9, num_bins=3
+        model, seeded, torch.tensor(0.0), num_simulations=15, num_samples=9, num_bins=3
     )
     assert len({round(value, 4) for value in seen}) == 15
     assert calibration.is_calibrated

@@ -42,7 +42,7 @@ def normal():
 def test_the_start_is_the_gaussian():
     density = Target(normal)
     guide = exact_guide(normal, find_modes(density))
-    found = weigh("start", guide, density)
+    found = weigh("start", density, guide)
     assert found.bound == pytest.approx(0.0, abs=2e-3) and found.gap < 2e-3
     assert found.draws.shape == (10_000, 2) and len(found.log_weights) == 990
     torch.testing.assert_close(found.draws.std(0), torch.tensor([1.0, 3.0]), rtol=0.03, atol=0)
@@ -55,7 +55,7 @@ def test_the_start_is_the_gaussian():
 def test_the_policy_sets_the_numbers_of_draws():
     density = Target(normal)
     policy = ChoicePolicy(num_weighed=50, num_kept=7, trimmed=0.1)
-    found = weigh("start", exact_guide(normal, find_modes(density)), density, policy=policy)
+    found = weigh("start", density, exact_guide(normal, find_modes(density)), policy=policy)
     assert found.draws.shape == (7, 2) and len(found.log_weights) == 45
 
 
@@ -76,7 +76,7 @@ def spied(monkeypatch):
 def test_few_draws_are_evaluated_together(monkeypatch):
     density, guide, sizes = spied(monkeypatch)
     monkeypatch.setattr(candidates, "DRAWS_AT_ONCE", 20)
-    weigh("start", guide, density)
+    weigh("start", density, guide)
     policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20)
     reliability(guide, density, policy)
     corrected_draws(guide, density, 10, 0.5, policy)
@@ -105,7 +105,7 @@ def test_wide_noise_has_its_density(num_modes, sobol):
     if sobol:
         noise = normal_draws(number, 3, locs)
     options = {"noise": noise, "wide": policy, "log_prob": lambda points: points[:, 0] * 0}
-    draws, weights = exact_log_weights(guide, Target(heavy), number, **options)
+    draws, weights = exact_log_weights(Target(heavy), guide, number, **options)
     shares, scales = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([1.0, 3.0, 5.0])
     parts = []
     for one in guide.components if num_modes == 2 else [guide]:
@@ -155,16 +155,16 @@ def test_the_lowest_hundredth_is_left_out(monkeypatch):
     kept = values[values >= 0]
     assert len(kept) == 990
 
-    def log_weights(guide, target, num_draws):
+    def log_weights(guide, target, num_samples):
         return LogWeights(values[torch.randperm(1000)])
 
     monkeypatch.setattr("pyro_implicit.fitting.candidates._log_weights", log_weights)
     density = Target(normal)
-    found = weigh("any", exact_guide(normal, find_modes(density)), density)
+    found = weigh("any", density, exact_guide(normal, find_modes(density)))
     assert found.bound == pytest.approx(kept.mean().item())
     assert found.gap == pytest.approx(0.5 * kept.var().item())
     values[values.argmax()] = math.nan  # is no bound
-    assert weigh("any", found.guide, density).bound == -math.inf
+    assert weigh("any", density, found.guide).bound == -math.inf
 
 
 def test_frames_of_draws():
@@ -215,13 +215,13 @@ def test_a_guide_that_lost_a_mode_does_not_win(seed):
     assert mass == pytest.approx(0.113, abs=0.002)
     covers = candidate("mixture", 1.70, draws)
     loses = candidate("semi-implicit", 1.79, draws[~is_lost])
-    chosen, why = choose([covers, loses], modes, density)
+    chosen, why = choose(density, [covers, loses], modes)
     assert chosen is covers and "semi-implicit has a higher bound, but misses modes" in why
     # Of two that cover all, the bound decides, and the order does not.
     also = candidate("semi-implicit", 1.79, draws[::2])
-    assert choose([covers, also], modes, density)[0] is also
-    assert choose([loses, covers], modes, density)[0] is covers
-    assert choose([loses], modes, density)[0] is loses
+    assert choose(density, [covers, also], modes)[0] is also
+    assert choose(density, [loses, covers], modes)[0] is covers
+    assert choose(density, [loses], modes)[0] is loses
 
 
 def test_a_mode_of_a_thousandth_does_not_count():
@@ -236,7 +236,7 @@ def test_a_mode_of_a_thousandth_does_not_count():
     draws = -1.5 + 0.1 * torch.randn(2000, 1)
     loses = candidate("semi-implicit", 0.0, draws)
     covers = candidate("mixture", -0.1, torch.cat([draws, -draws[:2]]))
-    assert choose([covers, loses], modes, density)[0] is loses
+    assert choose(density, [covers, loses], modes)[0] is loses
 
 
 def test_ties_and_bounds_that_are_none():
@@ -251,11 +251,11 @@ def test_ties_and_bounds_that_are_none():
         return Candidate("gaussian", None, log_weights, draws, list(losses))
 
     trained = weighed(0.0, 0.1, [0.0])
-    assert choose([weighed(0.0005, 0.0), trained], modes, density)[0] is trained
+    assert choose(density, [weighed(0.0005, 0.0), trained], modes)[0] is trained
     # Two errors of the difference of two are .028.
-    assert choose([weighed(0.025, 0.1), trained], modes, density)[0] is trained
+    assert choose(density, [weighed(0.025, 0.1), trained], modes)[0] is trained
     better = weighed(0.032, 0.1)
-    assert choose([better, trained], modes, density)[0] is better
+    assert choose(density, [better, trained], modes)[0] is better
     broken = candidate("semi-implicit", math.nan, draws)
     assert broken.bound == -math.inf and broken.gap == math.inf
-    assert choose([broken, trained], modes, density)[0] is trained
+    assert choose(density, [broken, trained], modes)[0] is trained

@@ -20,7 +20,7 @@ from pyro_implicit.fitting.policy import DEFAULT as FIT
 
 Y = torch.tensor([6.0, 9.0, 4.0])
 #: A policy with fewer draws, whose weights take hardly any time.
-FEW = replace(FIT, integration=replace(FIT.integration, num_draws=1024, weigh_seconds=1e-3))
+FEW = replace(FIT, integration=replace(FIT.integration, num_samples=1024, weigh_seconds=1e-3))
 
 
 def thinned(y):

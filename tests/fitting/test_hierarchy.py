@@ -17,11 +17,13 @@ from pyro.infer import Predictive
 from torch import distributed
 
 from pyro_implicit import diagnose, fit
-from pyro_implicit.density import Groups, MarginalTarget
+from pyro_implicit.density.groups import Groups
+from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.mode_search import Modes
-from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, HierarchyPolicy, passes
+from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, passes
 from pyro_implicit.fitting.hierarchy import _choose_rule
 from pyro_implicit.fitting.passes import PassStages, _log_weights, _moved
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import NormalRule
@@ -352,7 +354,7 @@ def test_weights_that_max_seconds_ends_are_named():
     stages = SimpleNamespace(limit=Clock(3), result=Fit())
     with pytest.warns(UserWarning, match="after 64 weights of 8192 .* as good as .* max_seconds"):
         draws, found = PassStages(stages, target, HierarchyPolicy(), "x").weigh(modes)
-    assert len(draws) == HierarchyPolicy().num_draws and found is None
+    assert len(draws) == HierarchyPolicy().num_samples and found is None
     assert target.num_evaluations == 8 * 9
     stages.limit = Clock(3)
     with pytest.warns(UserWarning, match="after 64 weights .* may be wrong. Cure: a larger max_s"):
@@ -401,7 +403,7 @@ def test_inexact_integrals_are_named():
     y[::3] = 5.0
     # Of so inexact a density the weights are uneven by chance; chains are of no interest here.
     coarse = {"num_nodes": (2, 3), "max_shift": 1e-3, "least_effective": 1.0, "max_khat": math.inf}
-    coarse |= {"num_weighed": (32, 64), "num_draws": 64}
+    coarse |= {"num_weighed": (32, 64), "num_samples": 64}
     policy = FitPolicy(hierarchy=replace(QUICK.hierarchy, **coarse))
     with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
         fit(

@@ -39,7 +39,7 @@ SOME = FitPolicy(marginal=replace(MARGINAL, least_latents=0))
 SMALL = replace(
     SOME,
     budget=replace(SOME.budget, most_gradients=200, least_gradients=200, patience=1),
-    integration=replace(SOME.integration, num_draws=1024, weigh_seconds=1e-3, step_seconds=1e-4),
+    integration=replace(SOME.integration, num_samples=1024, weigh_seconds=1e-3, step_seconds=1e-4),
 )
 
 
@@ -138,7 +138,7 @@ def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> No
     mean, sd = inner.sample(4000)["scale"].log().mean(), inner.sample(4000)["scale"].log().std()
     modes = Modes(mean.reshape(1, 1), 0.3 * sd.reshape(1, 1, 1), torch.zeros(1))
     narrow = exact_guide(inner.target.model, modes, *inner.target.args)
-    weights = exact_log_weights(narrow, inner.target, 512)[1]
+    weights = exact_log_weights(inner.target, narrow, 512)[1]
     assert not inner.policy.correction.accepts(weights)
     draws, _ = joint_draws(replace(inner, guide=narrow), inner.source[0].marginal, 2048)
     assert draws.settled and not draws.doubts

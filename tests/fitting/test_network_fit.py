@@ -386,7 +386,7 @@ def test_held_out_rows_are_scored_and_then_given_back(linear, fitted):
 
 
 def test_diagnose_judges_predictions_and_calibration(fitted):
-    found = fitted.diagnose(progress=False, max_seconds=5.0)
+    found = fitted.diagnose(progress=False, max_core_seconds=5.0)
     assert found.judged == "predictions at 30 of 60 inputs"
     assert found.mixing is not None and found.mixing.between >= 1
     assert found.held_out is fitted.held_out["mclmc, held out"]

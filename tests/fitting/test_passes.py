@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from pyro_implicit import fit
 from pyro_implicit.density.model import SubsampledError
-from pyro_implicit.fitting import Fit, FitPolicy, MinibatchPolicy, passes
+from pyro_implicit.fitting import Fit, FitPolicy, passes
+from pyro_implicit.fitting.policy import MinibatchPolicy
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 
 QUIET = {"seed": 0, "progress": False}

@@ -492,8 +492,8 @@ def test_a_spike_that_double_precision_removes(monkeypatch):
     """If rounding errors make the spike, the search begins again in double precision."""
     weigh = stages.weigh
 
-    def useless_in_float32(name, guide, target, *args, **kwargs):
-        found = weigh(name, guide, target, *args, **kwargs)
+    def useless_in_float32(name, target, guide, *args, **kwargs):
+        found = weigh(name, target, guide, *args, **kwargs)
         spike = LogWeights(torch.full((9,), -torch.inf))
         return found if target.is_wide else replace(found, log_weights=spike)
 

@@ -25,13 +25,13 @@ from pyro_implicit.density import Target
 from pyro_implicit.fitting import (
     Fit,
     FitPolicy,
-    HierarchyPolicy,
     JointPrior,
     UpdatePolicy,
     log_evidence,
     posterior_as_prior,
     updating,
 )
+from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.fitting.updating import log_prob_of, normal_mixture
 from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
@@ -335,7 +335,7 @@ def test_guides_and_chains_are_posteriors() -> None:
     y = torch.zeros(3)
     guide = own_names(AutoNormal(conjugate))
     guide(y)
-    policy = UpdatePolicy(num_draws=500)
+    policy = UpdatePolicy(num_samples=500)
     assert posterior_as_prior(guide, conjugate, y, policy=policy).shapes == {"x": torch.Size()}
     mcmc = MCMC(NUTS(conjugate), num_samples=50, warmup_steps=20, disable_progbar=True)
     mcmc.run(y)

@@ -52,5 +52,5 @@ def test_a_guide_is_asked_what_it_is_made_of(name):
     if isinstance(guide, AutoImplicit):
         assert ("Cure" in why_inexact(guide)) is not is_exact
     if is_exact:
-        draws, log_weights = exact_log_weights(guide, Target(model), 7)
+        draws, log_weights = exact_log_weights(Target(model), guide, 7)
         assert draws.shape == (7, 2) and log_weights.values.isfinite().all()

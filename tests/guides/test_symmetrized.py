@@ -70,7 +70,7 @@ def test_the_gap_is_that_of_the_average_over_both_orders() -> None:
     both = torch.stack([log_density(draws), log_density(swapped(draws))])
     exact = (both[0] - both.logsumexp(0) + math.log(2)).mean().item()
     assert 0.2 < exact < math.log(2) - 0.2  # else there was nothing to find out
-    guide = Symmetrized(by_hand, Permutations(UNITS), num_draws=4000)
+    guide = Symmetrized(by_hand, Permutations(UNITS), num_samples=4000)
     found = guide.gap(num_samples=4000)
     assert found.bound == pytest.approx(math.log(2))
     error = 4 * found.standard_error
@@ -118,7 +118,7 @@ def test_translations_make_the_mean_field_of_a_sum_the_posterior() -> None:
 
     width = math.sqrt(1 / size - posterior_sd**2)
     group = Translations("w", torch.ones(1, size), scale=width, tolerance=1e-4)
-    guide = Symmetrized(mean_field, group, num_draws=10_000)
+    guide = Symmetrized(mean_field, group, num_samples=10_000)
     bound = evidence_bound(model, guide, num_samples=100, chunk_size=100)
     evidence = Normal(0.0, math.sqrt(1 + noise_sd**2)).log_prob(y).item()
     assert bound.value == pytest.approx(evidence, abs=0.01)
@@ -139,8 +139,8 @@ CASES = {
 
 def symmetrized(guide) -> Symmetrized:
     inputs = torch.tensor([[1.0, 1.0]])
-    shifted = Symmetrized(guide, Translations("v", inputs, 0.5), num_draws=50)
-    return Symmetrized(shifted, Permutations(UNITS), num_draws=50)
+    shifted = Symmetrized(guide, Translations("v", inputs, 0.5), num_samples=50)
+    return Symmetrized(shifted, Permutations(UNITS), num_samples=50)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,7 +172,7 @@ def test_it_is_a_guide_like_any_other(case) -> None:
 
 
 def test_the_order_of_units_is_random_and_the_values_are_the_guides() -> None:
-    guide = Symmetrized(by_hand, Permutations(UNITS), num_draws=10)
+    guide = Symmetrized(by_hand, Permutations(UNITS), num_samples=10)
     draws = guide.sample_posterior(4000)
     assert set(draws) == {"w", "v", "b"}
     assert (draws["w"].mean(0) - LOC["w"].mean()).abs().max() < 0.05
@@ -201,7 +201,7 @@ def test_sites_in_a_plate_of_units() -> None:
             w = pyro.sample("w", dist.LogNormal(0.0, 1.0))
         pyro.sample("y", dist.Normal(w.sum(), 0.1), obs=torch.tensor(3.0))
 
-    guide = Symmetrized(AutoNormal(model), Permutations({"w": -1}), num_draws=50)
+    guide = Symmetrized(AutoNormal(model), Permutations({"w": -1}), num_samples=50)
     elbo = Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
     pyro.set_rng_seed(0)
     assert math.isfinite(SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo).step())
@@ -213,7 +213,7 @@ def test_sites_in_a_plate_of_units() -> None:
 
 
 def test_chains_and_diagnoses_begin_with_it() -> None:
-    guide = Symmetrized(AutoNormal(two_units), Permutations(UNITS), num_draws=50)
+    guide = Symmetrized(AutoNormal(two_units), Permutations(UNITS), num_samples=50)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = refine(two_units, guide, Y, num_chains=8, max_gradients=20, seed=0, progress=False)
@@ -244,11 +244,11 @@ def test_what_has_no_density_is_refused() -> None:
     for guide in (AutoDelta(two_units), StoredDraws(draws)):
         with pytest.raises(ValueError, match="points or stored draws.*Cure"):
             Symmetrized(guide, group)()
-    with pytest.raises(ValueError, match="num_draws"):
-        Symmetrized(by_hand, group, num_draws=1)
+    with pytest.raises(ValueError, match="num_samples"):
+        Symmetrized(by_hand, group, num_samples=1)
     with pytest.raises(ValueError, match="scale"):
         Translations("v", Y, 0.0)
-    implicit = Symmetrized(AutoSemiImplicit(two_units, frame=None), group, num_draws=10)
+    implicit = Symmetrized(AutoSemiImplicit(two_units, frame=None), group, num_samples=10)
     svi = SVI(two_units, implicit, pyro.optim.Adam({"lr": 0.01}), KIVI_ELBO(4, contrast="prior"))
     with pytest.raises(ValueError, match="'w, before a map of its group'"):
         svi.step(Y)

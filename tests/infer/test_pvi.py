@@ -26,10 +26,10 @@ def sgd(lr: float) -> pyro.optim.PyroOptim:
     return pyro.optim.SGD({"lr": lr})
 
 
-def make(num_particles: int = 3, num_draws: int = 2, lr: float = 0.1, **options) -> PVI:
+def make(num_particles: int = 3, num_samples: int = 2, lr: float = 0.1, **options) -> PVI:
     generator = MLP(2, 2, hidden=(4,), activation="tanh")
     guide_options = {"generator": generator, "frame": None, "init_scale": 1.0}
-    method = PVI(model, sgd(lr), num_particles, num_draws, guide_options=guide_options, **options)
+    method = PVI(model, sgd(lr), num_particles, num_samples, guide_options=guide_options, **options)
     method.guide()
     return method
 
@@ -42,10 +42,10 @@ def mixture(guide, detach: bool = False) -> MixtureSameFamily:
     return MixtureSameFamily(Categorical(logits=torch.zeros(len(base))), components)
 
 
-def explicit_loss(guide, num_draws: int) -> Tensor:
+def explicit_loss(guide, num_samples: int) -> Tensor:
     """The free energy on the draws of seed 1, with q's parameters constant in log q."""
     pyro.set_rng_seed(1)
-    location = guide.generator(guide.particles).repeat(num_draws, 1)
+    location = guide.generator(guide.particles).repeat(num_samples, 1)
     value = location + guide.noise_scale * torch.randn_like(location)
     x = guide.loc + guide.scale * value
     log_q = mixture(guide, detach=True).log_prob(x)
@@ -186,7 +186,7 @@ def test_finds_a_skewed_density():
 def test_arguments_out_of_range():
     for name, value in (
         ("num_particles", 1),
-        ("num_draws", 0),
+        ("num_samples", 0),
         ("particle_lr", 0.0),
         ("regularization", -1.0),
     ):

@@ -26,10 +26,11 @@ from pyro_implicit import (
 )
 from pyro_implicit.density import SubsampledError, Target
 from pyro_implicit.generators import Generator
-from pyro_implicit.mcmc import ChainPolicy, ChEES, refine, refine_by_minibatches
+from pyro_implicit.mcmc import ChainPolicy, refine, refine_by_minibatches
 from pyro_implicit.mcmc import chains as chains_module
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
+from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.policy import DEFAULT, SlicePolicy, StoppingPolicy
 from pyro_implicit.mcmc.refine import chains_in_time
 from pyro_implicit.mcmc.stopping import Drift
