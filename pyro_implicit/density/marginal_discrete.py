@@ -265,7 +265,8 @@ class DiscreteMarginal(Marginal):
     def _sum(self, rest: Tensor, window: _Window) -> _Sum:
         owners, number, size = self._owners, window.number, self.num_integrated
         steps = torch.arange(number).to(self._low).unsqueeze(-1) * window.stride.unsqueeze(1)
-        values = window.first.unsqueeze(1) + steps  # (num_points, number, num_elements)
+        # Integers, also under ``InexactArithmetic``: (num_points, number, num_elements).
+        values = (window.first.unsqueeze(1) + steps).round()
         is_value = (values <= self._high).mT
         values = values.minimum(self._high)
         vectors = self._vectors(rest.repeat_interleave(number, 0), values.flatten(0, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +16,8 @@ import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
-from pyro.ops.contract import contract_to_tensor
-from pyro.ops.packed import scale_and_mask
+from pyro.ops.contract import contract_tensor_tree
+from pyro.ops.packed import broadcast_all, pack, scale_and_mask
 from pyro.ops.rings import LogRing
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
@@ -454,9 +455,11 @@ class DiscreteSum:
             mask = None if name in self.names else packed["mask"]
             term = scale_and_mask(packed["unscaled_log_prob"], mask=mask)
             terms.setdefault(ordinal, []).append(term)
-            scales[name] = site["scale"]
+            scale = torch.as_tensor(site["scale"]).to(term)
+            scales[name] = pack(scale, site["infer"]["_dim_to_symbol"])
+        scale = _common(scales)
         with shared_intermediates() as cache:
-            total = contract_to_tensor(terms, sums, ring=_Ring(cache)) * _common(scales)
+            total = _scaled(contract_tensor_tree(terms, sums, ring=_Ring(cache)), scale)
         name = f"sum over {', '.join(sorted(self.names)[:3])}{', ...' * (len(self.names) > 3)}"
         result.add_node(
             name, type="sample", name=name, fn=dist.Unit(total, validate_args=False),
@@ -509,11 +512,29 @@ def _symbols(term: Any) -> str:
     return term._pyro_dims
 
 
-def _common(scales: dict[str, Any]) -> Any:
-    if len({float(scale) for scale in scales.values()}) > 1:
+def _common(scales: dict[str, Tensor]) -> Tensor:
+    """Return the packed scale of all sites.
+
+    :raises ValueError: if they have different ones.
+    """
+    first, *others = scales.values()
+    if any(_symbols(first) != _symbols(one) or not first.equal(one) for one in others):
+        shown = {name: scale.unique().tolist() for name, scale in scales.items()}
         raise ValueError(
             f"sites {sorted(scales)} are summed over discrete latents, but have different scales "
-            f"({scales}), as if they belonged to different minibatches. Cure: all data at once, "
+            f"({shown}), as if they belonged to different minibatches. Cure: all data at once, "
             "or discrete latents in the subsampled plate alone"
         )
-    return next(iter(scales.values()))
+    return first
+
+
+def _scaled(tree: dict[frozenset, list[Tensor]], scale: Tensor) -> Tensor:
+    """Return the total of terms over plates, each scaled.
+
+    :param scale: a packed scale, which may differ between elements of plates that all terms have.
+    """
+    total = scale.new_zeros(())
+    for term in itertools.chain(*tree.values()):
+        term, factor = broadcast_all(term, scale)
+        total = total + (term * factor).sum()
+    return total

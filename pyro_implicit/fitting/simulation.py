@@ -19,6 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import biject_to
 
+from pyro_implicit.density.bijections import with_small_shares
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.calibration import (
     Calibration,
@@ -108,7 +109,7 @@ class _Simulator:
                     f"continuous latents only. Cure: sites={rest}, which averages over '{name}'"
                 )
             self.supports[name] = support
-            self.transforms[name] = biject_to(support)
+            self.transforms[name] = with_small_shares(biject_to(support))
             self.parts[name] = self.transforms[name].inv(nodes[name]["value"]).shape
 
     @property

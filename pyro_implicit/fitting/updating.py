@@ -21,6 +21,7 @@ from torch.distributions import Categorical, MixtureSameFamily, MultivariateNorm
 from torch.distributions.constraints import Constraint
 
 from pyro_implicit.density import Target
+from pyro_implicit.density.bijections import with_small_shares
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
@@ -301,7 +302,9 @@ class JointPrior:
         :param log_prob: maps values by site to their log-density in unconstrained space,
             ``(num,)``, up to a constant.
         """
-        transforms = {name: biject_to(support) for name, support in supports.items()}
+        transforms = {
+            name: with_small_shares(biject_to(support)) for name, support in supports.items()
+        }
         return cls._fitted(draws, transforms, policy, log_prob)
 
     def moved(

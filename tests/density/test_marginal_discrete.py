@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density import marginal_discrete as module
+from pyro_implicit.density.checks.numerics import InexactArithmetic
 from pyro_implicit.density.marginal import MarginalModel
 from pyro_implicit.density.marginal_discrete import DiscreteMarginal, find_owners
 from pyro_implicit.density.policy import DISCRETE, MARGINAL
@@ -349,6 +350,27 @@ def test_cycles_and_terms_of_three_elements_have_no_owners() -> None:
     assert find_owners(ring) is None and find_owners(torch.ones(3, 1, dtype=torch.bool)) is None
     owners = find_owners(ring[:, :2])
     assert owners is not None and owners.is_pair.all() and sorted(owners.owner) == [1, 2]
+
+
+def test_inexact_arithmetic_keeps_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label of one minus a last bit was no value: the search dropped most of its paths."""
+
+    def model(y: Tensor) -> None:
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+        with pyro.plate("rows", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.4))
+            pyro.sample("y", dist.Normal(loc[..., 0] * (1 - z) + loc[..., 1] * z, 1.0), obs=y)
+
+    monkeypatch.setattr(
+        "pyro_implicit.density.initial_run.sites_to_sample", lambda _: SITES | {"z"}
+    )
+    marginal = marginal_of(Target(model, Y / 10, sample_discrete=True), [3, 3, 0, 1, 2, 0, 1, 2])
+    points = torch.tensor([[-1.0, 2.0]]).expand(8, -1)
+    expected = marginal.evaluate(points)[0]
+    with InexactArithmetic():
+        for _ in range(8):
+            found = marginal.evaluate(points)[0]
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 def test_points_without_density_have_none(marginal: DiscreteMarginal) -> None:

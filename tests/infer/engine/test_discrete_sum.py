@@ -105,6 +105,26 @@ def test_minibatches_are_scaled_outside_of_the_sum():
     assert loss == pytest.approx(-by_hand.item())
 
 
+def test_weights_of_rows_multiply_the_sum_of_each_row():
+    """As a common scale does."""
+    weights = torch.arange(1.0, 7.0) / 3
+
+    def model(weights):
+        loc = pyro.sample("loc", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", 6), poutine.scale(scale=weights):
+            z = pyro.sample("z", dist.Bernoulli(0.7))
+            pyro.sample("y", dist.Normal((2 * z - 1) * loc, 1.0), obs=Y)
+
+    def guide(weights):
+        pyro.sample("loc", dist.Delta(torch.tensor(1.5)))
+
+    prior = dist.LogNormal(0.0, 1.0).log_prob(torch.tensor(1.5))
+    for scale in (weights, torch.full((6,), 2.5), torch.tensor(2.5), 2.5):
+        loss = ImplicitELBO(3).loss(model, guide, scale)
+        rows = scale * log_likelihood(1.5)
+        assert loss == pytest.approx(-(prior + rows.sum()).item(), rel=1e-5)
+
+
 def test_a_choice_for_all_of_a_minibatch_is_refused():
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
