@@ -64,6 +64,8 @@ class Diagnosis(Printed):
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar improper: the scales with a flat prior whose draws have no end, else empty.
     :ivar extrapolated: the share of draws for which the prior of ``Fit.update`` is a guess.
+    :ivar given: the parameters of the model, whose training had not ended, else empty: the draws
+        are those given their values.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
@@ -101,6 +103,7 @@ class Diagnosis(Printed):
     left_out: str = ""
     improper: str = ""
     extrapolated: float = 0.0
+    given: str = ""
     semi_implicit: bool = False
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
 
@@ -311,6 +314,9 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         yield Finding("check", found.left_out, cure)
     reason = far_from_prior(found.extrapolated)
     yield from _judge(policy.extrapolated, found.extrapolated, reason, JOINTLY)
+    if found.given:
+        reason = f"the ELBO was still rising when the training of {found.given} ended"
+        yield Finding("check", reason, "fit with more num_steps or a larger lr, or give it a prior")
     for doubt in found.doubts:
         yield Finding("check", doubt, MOVE_BETTER)
     verdict = "trust" if found.unsettled is None else judge_chains(found.unsettled, policy)

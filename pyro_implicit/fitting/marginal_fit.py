@@ -81,6 +81,7 @@ def fit_marginal(
     result.bounds, result.losses = {}, []
     result.marginal, result.draws = found, draws
     result.num_modes, result.interrupted = found.num_modes, found.interrupted
+    result.unsettled = found.unsettled
     _add_guide(stages, draws)
     return True
 

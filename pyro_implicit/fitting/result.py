@@ -117,6 +117,7 @@ class Fit(Printed):
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
     :param extrapolated: the share of draws for which this prior is a guess: beyond all draws to
         which it was fitted, or lost to its error if it has moved.
+    :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
 
@@ -146,6 +147,7 @@ class Fit(Printed):
     symmetries: Symmetries | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
     extrapolated: float = 0.0
+    unsettled: str = ""
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
     def own_parameters(self) -> AbstractContextManager[None]:
@@ -426,7 +428,8 @@ class Fit(Printed):
         }
         if self.marginal is not None and self.target.sampled:
             options |= {"modes": modes, "num_transitions": num_transitions}
-            return replace(self.marginal.diagnose(**options), extrapolated=self.extrapolated)
+            found = self.marginal.diagnose(**options)
+            return replace(found, extrapolated=self.extrapolated, given=self.unsettled)
         if isinstance(modes, str) and modes == "known":
             known = None if callable(quantities) else self._known_modes
             modes = "search" if known is None else known
@@ -441,7 +444,8 @@ class Fit(Printed):
             **options,
         )
         held_out = next(reversed(self.held_out.values()), None)
-        return replace(found, held_out=held_out, extrapolated=self.extrapolated)
+        found = replace(found, extrapolated=self.extrapolated, given=self.unsettled)
+        return replace(found, held_out=held_out)
 
     @property
     def _known_modes(self) -> Tensor | None:

@@ -354,7 +354,7 @@ class Stages:
             if self._falls(losses, decay):
                 line.outcome += "; not settled"
                 end = self._what_ended(losses)
-                names = first_few(shown_names(parameters))
+                names = self.result.unsettled = first_few(shown_names(parameters))
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
                     f"({names}) ended after {len(losses)} steps, by {end}. Cure: a "

@@ -241,6 +241,8 @@ def test_parameters_that_have_not_settled():
     with pytest.warns(UserWarning, match=message):
         result = quick(far, num_steps=20)
     assert "not settled" in str(result)
+    found = result.diagnose()
+    assert found.verdict == "check" and "still rising when the training of loc ended" in str(found)
     # The policy may accept any fall; warnings are errors.
     policy = FitPolicy(training=TrainingPolicy(least_fall=1e9))
     assert "not settled" not in str(quick(far, num_steps=20, policy=policy))
