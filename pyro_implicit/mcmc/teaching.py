@@ -39,7 +39,7 @@ class Taught:
     seconds: float
 
     def __str__(self) -> str:
-        return f"log q of held-out draws {self.before:.6g} to {self.after:.6g}"
+        return f"mean log q of held-out draws rose from {self.before:.6g} to {self.after:.6g}"
 
 
 @in_turn
