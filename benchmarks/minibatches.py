@@ -89,7 +89,7 @@ def write_table(rows: list[dict[str, Any]]) -> None:
     lines = [
         "# Linear regression in minibatches",
         "",
-        "`python -m benchmarks.minibatches`. Worst of 13 slopes and three seeds; median CPU seconds.",
+        "`python -m benchmarks.minibatches`. Worst of 13 slopes and 3 seeds; median CPU seconds.",
         "",
         "| condition number | rows | method | error of means, sds | sd ratios | CPU s |",
         "| --: | --: | :-- | --: | :-- | --: |",
