@@ -176,7 +176,6 @@ class RowsTarget(PassTarget):
         self.of_minibatch = target
         self._scales = DataScales(target.model, target.args, target.kwargs)
         self._start(batches)
-        self._fused = None  # a recording would hold one minibatch
 
     def with_batches(self, batches: Iterable[tuple]) -> RowsTarget:
         """Return the posterior of other minibatches."""

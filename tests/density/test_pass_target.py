@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyro_implicit.density import Target
+from pyro_implicit.density import Target, pass_target
 from pyro_implicit.density.pass_target import RowsTarget
+from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.fitting.passes import OnePass
 from pyro_implicit.runtime.minibatches import BatchStream
 
@@ -82,6 +85,34 @@ def test_impossible_points():
     target = RowsTarget(Target.of_minibatches(model, batch=batches[0]), batches)
     log_prob, score = target.score(torch.tensor([[0.0], [1.0]]))
     assert log_prob.isfinite().tolist() == [False, True] and score.isfinite().all()
+
+
+def test_few_vectors_at_a_time_give_the_same_sums(monkeypatch):
+    expected = target_of(split(11, 12)).derivatives(torch.eye(3).double())
+    monkeypatch.setattr(pass_target, "GROUPS", replace(GROUPS, elements_at_once=24))
+    found = target_of(split(11, 12)).derivatives(torch.eye(3).double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_seconds_are_those_of_a_pass():
+    first = Target.of_minibatches(regression, 2.0, batch=split(5, 18)[0])
+    seconds = first.seconds()  # which this target remembers
+    assert RowsTarget(first, split(*[1] * 23)).seconds() > 5 * seconds
+
+
+def test_runs_of_one_vector_at_a_time_cost_more_than_their_rows():
+    def branching(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        scale = float(x) ** 2 + 1  # no operation of vmap
+        with pyro.plate("rows", 4, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, scale), obs=y)
+
+    batches = [(torch.zeros(1),), (torch.ones(3),)]
+    target = RowsTarget(Target.of_minibatches(branching, batch=batches[0]), batches)
+    with pytest.warns(UserWarning, match="one particle at a time"):
+        target.sums(torch.zeros(1, 1))
+    assert target.num_units == 4 and target.num_evaluations == 2 * GROUPS.rows_of_run
 
 
 def test_each_pass_has_all_rows():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -16,10 +17,13 @@ from pyro.infer import Predictive
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from pyro_implicit import fit
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import Fit, FitPolicy, passes
+from pyro_implicit.fitting.passes import PassStages
 from pyro_implicit.fitting.policy import MinibatchPolicy
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
+from pyro_implicit.runtime.clock import TimeLimit
 
 QUIET = {"seed": 0, "progress": False}
 NUM_ROWS, DIM = 1500, 6
@@ -70,6 +74,85 @@ def test_a_correlated_posterior(found):
     assert isinstance(found.guide, AutoImplicit) and found.chosen == "gaussian"
     assert [stage.name for stage in found.stages] == ["search", "gaussian", "correct"]
     assert len(list(found.passes.batches)) == 1 and found.passes.num_units == NUM_ROWS
+
+
+def test_passes_follow_a_search_on_a_part_of_the_rows(found):
+    """2,000 rows, unless fewer are asked for; with all rows in the search there are no passes."""
+    assert found.stages[0].outcome == "1 mode of 1500 rows"
+    assert found.stages[1].outcome == "0 passes over 1500 rows"
+    few = replace(POLICY, num_pilot=300, pilot_per_dim=1, cheap_evaluations=0.0)
+    policy = FitPolicy(minibatch=few)
+    result = fit(linear, batches=loader(*correlated()), policy=policy, **QUIET)
+    assert result.stages[0].outcome == "1 mode of 320 rows"  # five minibatches
+    number = re.fullmatch(r"(\d+) passes over 1500 rows", result.stages[1].outcome)
+    assert number is not None and 2 <= int(number[1]) <= 8
+    assert result.stages[2].outcome.startswith("moments by 64 weights, effective sample size")
+    mean, covariance = exact_posterior()
+    shift = (result.sample(8000)["weights"].mean(0) - mean) / covariance.diagonal().sqrt()
+    assert shift.abs().max() < 0.05
+
+
+def test_a_part_of_a_large_minibatch_is_searched():
+    policy = FitPolicy(minibatch=replace(POLICY, num_pilot=200, pilot_per_dim=1))
+    result = fit(linear, batches=[correlated()], policy=policy, **QUIET)
+    assert result.stages[0].outcome == "1 mode of 200 rows"
+    rows = correlated()
+
+    def whole(x, y):  # cannot run with fewer rows
+        weights = pyro.sample("weights", dist.Normal(torch.zeros(DIM), 3.0).to_event(1))
+        with pyro.plate("rows", NUM_ROWS):
+            pyro.sample("y", dist.Normal(x @ weights, 1.0), obs=y)
+
+    result = fit(whole, batches=[rows], policy=policy, **QUIET)
+    assert result.stages[0].outcome == "1 mode of 1500 rows"
+
+
+class Curve:
+    """A density of one variable in place of a posterior."""
+
+    def __init__(self, log_prob):
+        self.log_prob, self.num_passes = log_prob, 0
+
+    def centre(self, point):
+        pass
+
+    def height(self, log_prob):
+        return log_prob.item()
+
+    def derivatives(self, point):
+        self.num_passes += 1
+        with torch.enable_grad():
+            point = point.detach().double().requires_grad_()
+            value = self.log_prob(point.squeeze(-1))
+            (score,) = torch.autograd.grad(value.sum(), point, create_graph=True)
+            (hessian,) = torch.autograd.grad(score.sum(), point)
+        return value.detach(), score.detach(), hessian.unsqueeze(-1)
+
+
+def climbed(log_prob, *starts):
+    stages = SimpleNamespace(limit=TimeLimit(None))
+    points = torch.tensor(starts).unsqueeze(-1).double()
+    modes = Modes(points, torch.ones(len(starts), 1, 1).double(), torch.zeros(len(starts)))
+    curve = Curve(log_prob)
+    return PassStages(stages, curve, POLICY, "x").climb_all(modes), curve.num_passes
+
+
+def test_a_step_that_is_too_long_is_shortened():
+    """A full Newton step from 1 would end at -1,100."""
+    modes, num_passes = climbed(lambda x: -torch.cosh(5 * x).log(), 1.0)
+    assert modes.loc.item() == pytest.approx(0.0, abs=0.01) and num_passes < 20
+    assert modes.scale_tril.item() == pytest.approx(0.2, rel=0.01)
+
+
+def test_equal_modes_are_merged_and_others_weighed():
+    """Two modes of equal height, of which one is twice as wide, and has twice the mass."""
+
+    def log_prob(x):
+        return torch.logaddexp(-0.5 * (x - 5) ** 2, -0.5 * ((x + 5) / 2) ** 2)
+
+    modes, _ = climbed(log_prob, 4.5, -6.0, 5.5)
+    assert modes.loc.flatten().tolist() == pytest.approx([-5.0, 5.0], abs=0.02)
+    assert modes.elbo.diff().item() == pytest.approx(-math.log(2.0), abs=0.01)
 
 
 def test_the_guide_has_the_moments(found):
