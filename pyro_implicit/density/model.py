@@ -517,7 +517,10 @@ def _common(scales: dict[str, Tensor]) -> Tensor:
 
     :raises ValueError: if they have different ones.
     """
+    values = {value for scale in scales.values() for value in scale.unique().tolist()}
     first, *others = scales.values()
+    if len(values) == 1:  # a number and a tensor may be equal
+        return pack(first.flatten()[0], {})
     if any(_symbols(first) != _symbols(one) or not first.equal(one) for one in others):
         shown = {name: scale.unique().tolist() for name, scale in scales.items()}
         raise ValueError(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.scales import DataScales
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.jacobian import hessian_products
+from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import num_rows
 
 __all__ = ["Part", "PassTarget", "RowsTarget"]
@@ -23,8 +24,8 @@ class Part(NamedTuple):
     """The contribution of one minibatch to a log-density.
 
     ``log_prob`` maps vectors ``(num_points, latent_dim)`` to ``(num_points,)``; ``weight`` is its
-    share of all data, up to a factor; each vector takes ``num_evaluations`` of ``num_units`` rows
-    or groups.
+    share of all data, up to a factor; ``num_units`` is its number of rows or groups; one vector
+    costs ``num_evaluations`` of their densities.
     """
 
     log_prob: Callable[[Tensor], Tensor]
@@ -42,9 +43,9 @@ class PassTarget(Target):
 
     :ivar batches: the minibatches; each evaluation iterates over them once.
     :ivar num_units: the rows or groups of the last pass, in all processes.
-    :ivar num_evaluations: the densities of single rows or groups in that pass for each vector, one
-        for each node of a quadrature; or runs of a model that takes one vector at a time, of which
-        each counts as ``GROUPS.rows_of_run`` rows.
+    :ivar num_evaluations: the cost of that pass for one vector, in densities of single rows or
+        groups. Each node of a quadrature counts once. A minibatch counts at least
+        ``GROUPS.rows_of_run`` if the model takes one vector at a time.
     :ivar num_passes: the number of passes so far.
     """
 
@@ -89,6 +90,15 @@ class PassTarget(Target):
         finally:
             self._order = 1
 
+    def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
+        self._order = 1
+        return super()._differences(latent, directions)
+
+    def log_prob_by_site(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-density at coordinates that are given by site."""
+        flat = [parts[name].reshape(len(parts[name]), -1) for name in self.shapes]
+        return self.log_prob(torch.cat(flat, -1))
+
     def _sum(self, latent: Tensor) -> Tensor:
         order, dim = self._order if latent.requires_grad else 0, latent.shape[-1]
         sums = self._pass(latent.detach(), order)
@@ -108,7 +118,8 @@ class PassTarget(Target):
         :returns: ``(num_points, 1 + latent_dim + latent_dim ** 2)``.
         """
         number, dim = latent.shape
-        sums = torch.zeros(number, 1 + dim + dim * dim, dtype=torch.float64, device=latent.device)
+        width = 1 + dim * (order > 0) + dim * dim * (order > 1)
+        sums = torch.zeros(number, width, dtype=torch.float64, device=latent.device)
         counts = sums.new_zeros(3)
         for batch in self.batches:
             part = self._part(batch, number == 1)
@@ -139,6 +150,17 @@ class PassTarget(Target):
             if order > 1:
                 hessian = hessian_products(score, latent, torch.eye(dim).to(latent))
                 sums[:, 1 + dim :] += hessian.movedim(0, -2).flatten(1)
+
+
+def from_first(values: Tensor) -> Tensor:
+    """Return the values of the first process, for all processes."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return values
+    size = torch.tensor(values.shape, device=values.device)
+    distributed.broadcast(size, 0)
+    found = values.new_empty(size.tolist()) if distributed.get_rank() else values.contiguous()
+    distributed.broadcast(found, 0)
+    return found
 
 
 class RowsTarget(PassTarget):
@@ -175,16 +197,41 @@ class RowsTarget(PassTarget):
         vars(self).pop("_seconds", None)  # of one minibatch
         self.of_minibatch = target
         self._scales = DataScales(target.model, target.args, target.kwargs)
+        self.init_loc = from_first(self.init_loc)
         self._start(batches)
 
     def with_batches(self, batches: Iterable[tuple]) -> RowsTarget:
         """Return the posterior of other minibatches."""
-        return RowsTarget(self.of_minibatch, batches)
+        found = copy.copy(self)
+        found._start(batches)
+        return found
+
+    def in_double(self) -> RowsTarget:
+        """Return the same posterior in float64."""
+        return RowsTarget(self.of_minibatch.in_double(), self.batches)
+
+    def widen(self, points: Tensor) -> bool:
+        """Evaluate the model in double precision from now on, if it can."""
+        is_done = super().widen(points)
+        if is_done:
+            self.of_minibatch = self.of_minibatch.in_double()
+        return is_done
+
+    def sample_prior(self, num_samples: int) -> Tensor:
+        """Draw from the prior; all processes get the draws of the first one.
+
+        Discrete latent variables of rows advance the random streams by the size of a minibatch.
+        """
+        with seeded(int(torch.randint(2**31, ())), self.init_loc.device):
+            return from_first(super().sample_prior(num_samples))
 
     def _part(self, batch: tuple, is_single: bool) -> Part:
         part = self.of_minibatch.on(batch)
         weight = 1 / self._scales.of(part.args)
-        size = max((num_rows(one) or 1 for one in batch), default=1)
+        size = None
+        if self.subsampled is not None:
+            size = self._scales.size_of(self.subsampled[0], part.args)
+        size = size or max((num_rows(one) or 1 for one in batch), default=1)
         cost = size if part.is_vectorized else max(size, GROUPS.rows_of_run)
         return Part(lambda latent: weight * part.log_prob(latent).double(), weight, size, cost)
 

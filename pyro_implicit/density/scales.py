@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import num_rows
 from pyro_implicit.runtime.sites import is_data, is_latent
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["DataScales", "has_only_local_latents", "trace_once"]
 
@@ -46,6 +48,7 @@ class DataScales:
     def __init__(self, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
         self._model, self._kwargs = model, kwargs
         self._known: dict[Any, float] = {}
+        self._sizes: dict[Any, dict[str, int]] = {}  # of plates
         self._first: dict[str, float] = {}  # by site of the first minibatch
         self.first = 1.0
         self.first = self.of(args)
@@ -55,19 +58,23 @@ class DataScales:
 
         :param args: positional arguments of the model.
         """
-        key = tuple(getattr(part, "shape", None) for part in args)
+        key = _shapes(args)
         if key not in self._known:
             trace = trace_once(self._model, args, self._kwargs)
             nodes = {} if trace is None else trace.nodes
-            factors = {
-                name: torch.as_tensor(site["scale"], dtype=torch.float64).max().item()
-                for name, site in nodes.items()
-                if is_data(site)
-            }
+            factors = {name: _factor(site) for name, site in nodes.items() if is_data(site)}
+            data = [site for site in nodes.values() if is_data(site)]
+            frames = [frame for site in data for frame in site["cond_indep_stack"]]
+            self._sizes[key] = {frame.name: frame.size for frame in frames}
             self._first = self._first or factors
             self._warn_of_unequal_rows(factors)
             self._known[key] = max(factors.values(), default=self.first)
         return self._known[key]
+
+    def size_of(self, plate: str, args: tuple) -> int | None:
+        """Return the size of a plate in a minibatch; None if it is unknown."""
+        self.of(args)
+        return self._sizes[_shapes(args)].get(plate)
 
     def _warn_of_unequal_rows(self, factors: dict[str, float]) -> None:
         """Warn if one weight of a step cannot make the rows of all plates count alike."""
@@ -81,6 +88,26 @@ class DataScales:
                 "one weight for each step cannot make all rows count alike, so that the posterior "
                 "is biased towards some rows. Cure: minibatches of one size (drop_last=True)"
             )
+
+
+def _shapes(args: tuple) -> tuple:
+    """Return the shapes of tensors and arrays, also in containers, and the values of numbers."""
+    return tuple(_shape(leaf) for leaf in leaves_of(args))
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, (bool, int, float)):
+        return leaf
+    shape = getattr(leaf, "shape", None)
+    return leaf.item() if shape == () else shape
+
+
+def _factor(site: dict[str, Any]) -> float:
+    """Return the factor of a site: that of its subsampled plates, as rows may have own scales."""
+    plates = [one for one in site["cond_indep_stack"] if one.full_size not in (None, one.size)]
+    if plates:
+        return math.prod(one.full_size / one.size for one in plates)
+    return torch.as_tensor(site["scale"], dtype=torch.float64).max().item()
 
 
 def has_only_local_latents(

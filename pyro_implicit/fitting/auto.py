@@ -192,7 +192,8 @@ def fit(
         minibatches (``DistributedSampler``).
     :param epochs: the number of passes over ``batches`` in training, and again in chains; by
         default 10, or as many as make 2,000 steps. It replaces ``num_steps`` there.
-    :param validation: minibatches of held-out rows. Training ends after five epochs, or a tenth of
+    :param validation: minibatches of held-out rows. Fits by passes only report their score.
+        Training by minibatches ends after five epochs, or a tenth of
         ``epochs``, without a lower negative log-likelihood of these rows, and restores the
         parameters of the best epoch (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches``
         they stop the ensemble of a network, and replace the rows that ``fit`` would hold out.
@@ -226,7 +227,8 @@ def fit(
     :param seed: the seed of all random numbers of this call. The caller's random streams do not
         advance; without a seed they are used.
     :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with the
-        same parameters: bit-identical with ``compile=False``, else up to rounding.
+        same parameters: bit-identical with ``compile=False``, else up to rounding. Fits by passes
+        begin again.
     :param checkpoint_every: the number of steps between two writes.
     :param compile: how training steps and the chains' log-density are compiled; see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
@@ -352,8 +354,10 @@ def _fit_one(
             return fit_hierarchy(stages)
         if stages.batches is not None:
             _fit_batches(stages, guide, loss, amortize, refine, share)
-            has_chains = stages.result.refined is not None
-            return _refine_batches(stages) if refine is True and not has_chains else stages.result
+            is_done = refine is not True or stages.result.refined is not None
+            draws = stages.result.draws  # of passes, with reliable weights
+            is_done |= draws is not None and draws.settled
+            return stages.result if is_done else _refine_batches(stages)
         if amortize is not None:
             return _fit_amortized(stages, amortize)
         refuse_unfit_guide(stages.model, guide, args, kwargs, loss)
@@ -616,7 +620,7 @@ def _refine_batches(stages: Stages) -> Fit:
             progress=stages.options["progress"],
             model_kwargs=stages.kwargs,
         )
-        result.refined, choice = refined, refined.choice
+        result.refined, choice, result.draws = refined, refined.choice, None
         line.outcome = (
             f"{refined.num_gradients} gradients, step size bounded by {choice.limit}, "
             f"{choice.relaxations:.2g} relaxation times"

@@ -72,7 +72,7 @@ def _fit(stages: Stages) -> Fit:
     with result.stage("marginal") as line:
         modes = passes.climb_all(modes)
         result.num_modes = len(modes.loc)
-        line.outcome = f"{target.num_passes} passes over {target.num_units} groups"
+        line.outcome = f"{target.num_passes} passes over {target.num_units} groups{passes.note}"
         passes.warn_of_missing(groups.plate, groups.full_size)
     draws, log_weights = passes.weigh(modes)
     if log_weights is not None and not policy.accepts(log_weights):

@@ -16,7 +16,7 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import common_seed, num_processes
+from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.candidates import exact_guide, frame_of_draws
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import (
@@ -33,6 +33,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import num_rows
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["fit_by_passes"]
 
@@ -40,7 +41,7 @@ Batches = Iterable[tuple]
 
 
 def fit_by_passes(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool:
-    """Infer the latent variables from the density of all rows, which minibatches add up to.
+    """Infer the latent variables from the log-density of all rows, a sum over minibatches.
 
     The stages are: **search**, for the modes of a few thousand rows; **gaussian**, Newton steps by
     passes over all rows; **correct**, importance weights of the Gaussian at the mode; and
@@ -63,22 +64,22 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
     whole = modes = None
     with result.attempt("search") as line:
         parts = _read(stream, policy)
-        first = _first_rows(target, parts or stream, policy)
-        pilot = RowsTarget(target, first)
+        rows = RowsTarget(target, parts or stream)
+        pilot = rows.with_batches(_first_rows(rows, policy))
         modes = pilot_modes(pilot, stages, policy)
         line.outcome = f"{count_modes(modes)} of {pilot.num_units} rows"
         candidates: list[Batches] = [parts or stream]
         if parts and num_processes() == 1:  # an error of one process would stop the others
             candidates.insert(0, _joined(parts, policy.joined_rows))
-        whole, reason = _first_sound(target, stream, candidates, modes, stages)
+        whole, reason = _first_sound(rows, stream, candidates, modes, stages)
         if whole is None:
             line.outcome += f"; {reason}: a guide is trained by minibatches instead"
     if whole is None or modes is None:
         if getattr(stages.batches.batches, "drop_last", False):
             warn_user(
-                "a guide is trained by minibatches, whose draws nothing checks: with "
-                "drop_last=True each pass leaves out other rows, so that passes do not determine "
-                "the posterior. Cure: drop_last=False"
+                "fit trains a guide by minibatches, and nothing checks its draws: with "
+                "drop_last=True each pass leaves out other rows, so passes do not determine the "
+                "posterior. Cure: drop_last=False"
             )
         return False
     passes = PassStages(stages, whole, policy, "the latent variables")
@@ -87,7 +88,7 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         if pilot.num_units < whole.num_units:
             modes = passes.climb_all(modes)
         result.num_modes, result.modes, result.passes = len(modes.loc), modes.loc, whole
-        line.outcome = f"{whole.num_passes} passes over {whole.num_units} rows"
+        line.outcome = f"{whole.num_passes} passes over {whole.num_units} rows{passes.note}"
         if target.subsampled is not None:
             name, _, full_size = target.subsampled
             passes.warn_of_missing(name, full_size)
@@ -101,7 +102,8 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
     result.draws = StoredDraws(
         whole.constrain(draws), settled=is_sound, modes_weighed=True, doubts=doubts
     )
-    if weights is not None and (refine is True or (refine == "auto" and not is_sound)):
+    can_chain = not is_sound or whole.num_units <= policy.most_chained
+    if weights is not None and can_chain and (refine is True or (refine and not is_sound)):
         result.refined = passes.refine(draws, weights)
         result.draws = result.draws if result.refined is None else None
     if stages.held_out is not None:
@@ -120,7 +122,8 @@ def _gaussian(draws: Tensor, modes: Modes) -> Modes:
 def _use(stages: Stages, modes: Modes) -> None:
     """Make the Gaussians at modes the guide of the result."""
     args = (*stages.args, *stages.first_batch)
-    guide = exact_guide(stages.model, modes, *args, **stages.kwargs)
+    with seeded(0):  # latent variables of rows would advance the streams of processes differently
+        guide = exact_guide(stages.model, modes, *args, **stages.kwargs)
     if isinstance(guide, AutoMixture):
         guide.log_weights = modes.elbo.log_softmax(0)
     stages.guides.append(guide)
@@ -132,7 +135,7 @@ def _read(stream: OnePass, policy: MinibatchPolicy) -> list[tuple]:
     found, size = [], 0
     for batch in stream:
         found.append(batch)
-        size += sum(getattr(part, "nbytes", 0) for part in batch)
+        size += sum(getattr(leaf, "nbytes", 0) for leaf in leaves_of(batch))
         if size > policy.most_bytes:
             return []
     return found
@@ -142,22 +145,22 @@ def _num_rows(batch: tuple) -> int:
     return max((num_rows(part) or 1 for part in batch), default=1)
 
 
-def _first_rows(target: Target, batches: Batches, policy: MinibatchPolicy) -> list[tuple]:
+def _first_rows(target: RowsTarget, policy: MinibatchPolicy) -> list[tuple]:
     """Return minibatches with the rows of the first search, or a part of the first minibatch."""
     number = max(policy.num_pilot, policy.pilot_per_dim * target.latent_dim)
     found: list[tuple] = []
-    for batch in batches:
+    for batch in target.batches:
         found.append(batch)
         if sum(map(_num_rows, found)) >= number:
             break
     size = _num_rows(found[0])
-    if size < 2 * number:
+    if any_process(size <= number, target.init_loc.device):  # all decide alike
         return found
     few = tuple(
         part[:number] if isinstance(part, Tensor) and num_rows(part) == size else part
         for part in found[0]
     )
-    is_sound = RowsTarget(target, [few]).sums(target.init_loc[None]).isfinite().all()
+    is_sound = target.with_batches([few]).sums(target.init_loc[None]).isfinite().all()
     return [few] if is_sound else found
 
 
@@ -172,7 +175,10 @@ def _joined(batches: list[tuple], number: int) -> list[tuple]:
 
 
 def _join(batches: list[tuple]) -> tuple:
-    """Join the parts of minibatches that have their rows; others are those of the first one."""
+    """Concatenate the arguments that have a row for each observation; take others from the first
+    minibatch."""
+    if len(batches) == 1:
+        return batches[0]
     sizes = [_num_rows(batch) for batch in batches]
 
     def join(parts: tuple) -> Any:
@@ -183,9 +189,9 @@ def _join(batches: list[tuple]) -> tuple:
 
 
 def _first_sound(
-    target: Target, stream: OnePass, candidates: list[Batches], modes: Modes, stages: Stages
+    target: RowsTarget, stream: OnePass, candidates: list[Batches], modes: Modes, stages: Stages
 ) -> tuple[RowsTarget | None, str]:
-    """Return the density by the first minibatches that another pass confirms, or why none does.
+    """Return the log-density of the first candidate that another pass confirms, or why none does.
 
     Passes differ if a loader draws or changes rows, or a model draws random numbers; joined
     minibatches differ if the model treats rows differently or depends on their number.
@@ -194,7 +200,7 @@ def _first_sound(
     points = torch.stack([modes.loc[0], modes.loc[0] + modes.scale_tril[0].sum(-1)])
 
     def rise(batches: Batches) -> tuple[float, RowsTarget]:
-        found = RowsTarget(target, batches)
+        found = target.with_batches(batches)
         low, high = found.sums(points).tolist()
         return high - low, found
 

@@ -47,9 +47,9 @@ class OnePass:
 def pilot_modes(pilot: PassTarget, stages: Stages, policy: PassPolicy) -> Modes:
     """Search for the modes of the first minibatches.
 
-    :param pilot: the posterior of these, scaled as that of all data or not.
+    :param pilot: the posterior of the first minibatches. It may be scaled to all data.
     """
-    # The clocks of several processes differ, so that these have no limit.
+    # Several processes have different clocks, so their search has no time limit.
     left = stages.limit.left(stages.policy.budget.search_share)
     return find_modes(
         pilot,
@@ -81,6 +81,8 @@ class PassStages:
 
     def __init__(self, stages: Stages, target: PassTarget, policy: PassPolicy, what: str) -> None:
         self.stages, self.target, self.policy, self.what = stages, target, policy, what
+        #: What to add to the outcome of a climb that ended early.
+        self.note = ""
 
     def warn_of_missing(self, plate: str, full_size: int) -> None:
         """Warn if minibatches have another number of rows or groups than their plate."""
@@ -124,6 +126,8 @@ class PassStages:
                 root, _ = root_of_inverse(hessian[0])
             else:
                 length /= 4
+        if (root.mT @ score[0]).square().sum() >= policy.at_top:
+            self.note = "; not converged"
         return point, root, target.height(height)
 
     def weigh(self, modes: Modes) -> tuple[Tensor, LogWeights | None]:

@@ -587,7 +587,7 @@ class UpdatePolicy:
 
 @dataclass(frozen=True)
 class PassPolicy:
-    """Fits by a log-density of which each evaluation is a pass over minibatches."""
+    """Fits whose log-density costs one pass over the minibatches per evaluation."""
 
     #: Paths, rounds and iterations of the first search, on a part of the data.
     num_starts: int = 8
@@ -860,6 +860,7 @@ class FitPolicy:
 
     #: Hierarchical models with many groups.
     hierarchy: HierarchyPolicy = field(default_factory=HierarchyPolicy)
+    #: Minibatches, with at most 100 latent variables.
     minibatch: MinibatchPolicy = field(default_factory=MinibatchPolicy)
 
     #: Which variables are integrated out.

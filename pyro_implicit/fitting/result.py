@@ -8,7 +8,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.diagnostics.policy import EFFORT, ComparePolicy, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Function, Quantities
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
-from pyro_implicit.fitting.arguments import refuse_unfit_guide
+from pyro_implicit.fitting.arguments import common_seed, num_processes, refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import (
     Learnt,
@@ -193,7 +193,7 @@ class Fit(Printed):
         return on_fixed_supports(model, self.supports) if self.supports else model
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all fields but those that have runs, which cannot be copied, and data."""
+        """Return all fields except those that hold data, or runs, which cannot be copied."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return found | {"marginal": None, "passes": None}
 
@@ -319,7 +319,7 @@ class Fit(Printed):
         result = replace(self, stages=[*self.stages], interrupted=False)
         with result.stage("refine_more") as line:
             more = self.refined.more or partial(
-                continue_chains, Sampler(self.passes or self.target, self.guide), chains
+                continue_chains, Sampler(self.target, self.guide), chains
             )
             result.refined = found = more(max_seconds, max_gradients, progress)
             line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
@@ -379,7 +379,8 @@ class Fit(Printed):
                 "other latents. Cure: fit and update the model pyro.poutine.reparam(model, "
                 f"{{'{self.supports[0]}': pyro_implicit.SupportReparam()}})"
             )
-        return fit_update(self, model, args, sites, model_kwargs, options)
+        with self._same_in_all_processes():
+            return fit_update(self, model, args, sites, model_kwargs, options)
 
     @in_turn
     @with_seed
@@ -435,17 +436,24 @@ class Fit(Printed):
             modes = "search" if known is None else known
         if num_transitions is None:
             num_transitions = 0 if self._has_converged else EFFORT.num_transitions
-        draws = self._posterior(num_samples or EFFORT.num_samples)
-        found = diagnose(
-            self.passes or self.target,
-            draws,
-            modes=modes,
-            num_transitions=num_transitions,
-            **options,
-        )
+        with self._same_in_all_processes():
+            draws = self._posterior(num_samples or EFFORT.num_samples)
+            found = diagnose(
+                self.passes or self.target,
+                draws,
+                modes=modes,
+                num_transitions=num_transitions,
+                **options,
+            )
         held_out = next(reversed(self.held_out.values()), None)
         found = replace(found, extrapolated=self.extrapolated, given=self.unsettled)
         return replace(found, held_out=held_out)
+
+    def _same_in_all_processes(self) -> AbstractContextManager[None]:
+        """Give all processes the same random numbers, if a pass adds up their minibatches."""
+        if self.passes is None or num_processes() == 1:
+            return nullcontext()
+        return seeded(common_seed())
 
     @property
     def _known_modes(self) -> Tensor | None:

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit.density import Target, pass_target
@@ -73,6 +74,61 @@ def test_missing_rows_are_scaled_to_the_size_of_the_plate():
     prior = Target(regression, 2.0, x, y).log_prob(point) - rows.sum()
     expected = prior + NUM_ROWS / 15 * rows[:15].sum()
     torch.testing.assert_close(target.log_prob(point), expected)
+
+
+def in_a_dict(data):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(data["y"])):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=data["y"])
+
+
+def scaled_by_a_number(y, number):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    padded = torch.nn.functional.pad(y, (0, 12 - len(y)))
+    is_row = torch.arange(12) < number
+    with poutine.scale(scale=NUM_ROWS / number), pyro.plate("rows", 12):
+        pyro.sample("y", dist.Normal(w, 1.0).mask(is_row), obs=padded)
+
+
+def weighted(y, weights):
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(y)), poutine.scale(scale=weights):
+        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "weights"),
+    [
+        (in_a_dict, lambda y: ({"y": y},), 1.0),
+        (scaled_by_a_number, lambda y: (y, len(y)), 1.0),
+        (weighted, lambda y: (y, y.exp()), data()[1].exp()),
+    ],
+)
+def test_rows_count_equally_whatever_the_arguments(model, arguments, weights):
+    """Minibatches of 12, 7 and 4 rows; the model's weights of rows are none of the minibatches'."""
+    y = data()[1]
+    batches = [arguments(part) for part in y.split((12, 7, 4))]
+    target = RowsTarget(Target.of_minibatches(model, batch=batches[0]), batches)
+    points = torch.tensor([[0.0], [1.5]]).double()
+    rows = dist.Normal(points, 1.0).log_prob(y) * weights
+    expected = dist.Normal(0.0, 1.0).log_prob(points.squeeze(-1)) + rows.sum(-1)
+    torch.testing.assert_close(target.sums(points), expected, atol=1e-5, rtol=0)
+    by_site = target.log_prob_by_site({"w": points.squeeze(-1)})
+    torch.testing.assert_close(by_site, expected, atol=1e-5, rtol=0)
+
+
+def test_rows_are_those_of_the_plate():
+    """Not the longest dimension of an argument."""
+
+    def model(x, table):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 6, subsample_size=x.shape[1]):
+            pyro.sample("y", dist.Normal(w, table[0]).expand([28]).to_event(1), obs=x.mT)
+
+    batches = [(torch.zeros(28, size), torch.ones(50)) for size in (2, 4)]
+    target = RowsTarget(Target.of_minibatches(model, batch=batches[0]), batches)
+    target.sums(torch.zeros(1, 1))
+    assert target.num_units == 6
 
 
 def test_impossible_points():

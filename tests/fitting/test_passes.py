@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -334,6 +335,40 @@ def test_too_many_rows_for_chains_are_named():
             skewed, batches=torch.ones(8).split(2), policy=FitPolicy(minibatch=few), **QUIET
         )
     assert result.refined is None and not result.draws.settled
+
+
+def test_many_rows_with_reliable_weights_need_no_chains():
+    policy = FitPolicy(minibatch=replace(POLICY, most_chained=7))
+    y = torch.tensor([0.1, 0.5, 0.7, 0.9, 1.4, 2.0, 3.0, 5.0])
+    result = fit(skewed, batches=y.split(2), refine=True, policy=policy, **QUIET)
+    assert result.refined is None and result.draws.settled
+
+
+def test_chains_of_stochastic_gradients_follow_unreliable_weights():
+    policy = FitPolicy(minibatch=replace(POLICY, most_chained=7, max_khat=-9.0, near_normal=1.0))
+    options = {"refine": True, "epochs": 200, "policy": policy}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # short chains
+        y = torch.tensor([0.1, 0.5, 0.7, 0.9, 1.4, 2.0, 3.0, 5.0])
+        result = fit(skewed, batches=y.split(2), **options, **QUIET)
+    assert "relaxation times" in result.stages[-1].outcome and result.draws is None
+    assert (
+        result.posterior.samples["shape"].numel() == result.refined.get_samples()["shape"].numel()
+    )
+
+
+def test_draws_are_in_random_order_and_give_the_guide_its_moments():
+    policy = FitPolicy(minibatch=replace(POLICY, max_khat=1.0))
+    y = torch.tensor([0.1, 0.5, 0.7, 0.9, 1.4, 2.0, 3.0, 5.0])
+    result = fit(skewed, batches=y.split(2), policy=policy, **QUIET)
+    draws = result.draws.samples["shape"].log()
+    few = draws[:64]
+    assert (few.mean() - draws.mean()).abs() < 0.4 * draws.std()
+    assert few.std() == pytest.approx(draws.std().item(), rel=0.3)
+    torch.manual_seed(0)
+    again = result.guide.sample_posterior(4000)["shape"].log()
+    assert (again.mean() - draws.mean()).abs() < 0.06 * draws.std()
+    assert again.std() == pytest.approx(draws.std().item(), rel=0.06)
 
 
 def test_two_modes_have_their_shares():

@@ -90,6 +90,22 @@ def draws_by_passes(rank):
     return result.sample(8000)["weight"], result.passes.num_units
 
 
+def mixture(y):
+    p = pyro.sample("p", dist.Beta(2.0, 2.0))
+    with pyro.plate("rows", 20, subsample_size=len(y)):
+        z = pyro.sample("z", dist.Bernoulli(p))
+        pyro.sample("y", dist.Normal(4 * z - 2, 1.0), obs=y)
+
+
+def shares_by_passes(rank):
+    """Mean and verdict; the processes have 11 and 9 rows, in minibatches of unequal sizes."""
+    parts = torch.tensor([-2.0, 2.0]).repeat(10).split((6, 5, 5, 4))
+    batches = parts if rank is None else parts[2 * rank : 2 * rank + 2]
+    result = fit(mixture, batches=batches, seed=0, progress=False)
+    pyro.set_rng_seed(rank or 0)
+    return result.sample(8000)["p"].mean(), result.diagnose().verdict
+
+
 def refusal(*args, **kwargs):
     pyro.clear_param_store()
     with pytest.raises((TypeError, ValueError)) as caught:
@@ -106,7 +122,8 @@ def work(rank, folder):
         refusal(with_param, AutoNormal(model), batches=batches),
         refusal(model, AutoSemiImplicit(model), batches=batches, loss=AVB_ELBO(2)),
     ]
-    torch.save((found, messages, uneven_score(rank), draws_by_passes(rank)), folder / f"{rank}.pt")
+    passes = (draws_by_passes(rank), shares_by_passes(rank))
+    torch.save((found, messages, uneven_score(rank), *passes), folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +193,11 @@ def test_passes_have_the_rows_of_all_processes(folder):
         assert num_rows == NUM_ROWS
         torch.testing.assert_close(draws.mean(0), mean, atol=0.05 * sds.min().item(), rtol=0)
         torch.testing.assert_close(draws.std(0), sds, atol=0, rtol=0.05)
+
+
+def test_passes_of_processes_are_at_the_same_points(folder):
+    """Discrete latent variables of rows draw other numbers of random numbers in each process."""
+    expected, _ = shares_by_passes(None)
+    for rank in range(2):
+        mean, verdict = load(folder, rank)[4]
+        assert mean == pytest.approx(expected.item(), abs=0.01) and verdict == "trust"

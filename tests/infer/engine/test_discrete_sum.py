@@ -125,6 +125,20 @@ def test_weights_of_rows_multiply_the_sum_of_each_row():
         assert loss == pytest.approx(-(prior + rows.sum()).item(), rel=1e-5)
 
 
+def test_a_number_and_a_tensor_are_one_scale():
+    def model():
+        loc = pyro.sample("loc", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", 6):
+            with poutine.scale(scale=torch.full((6,), 2.0)):
+                z = pyro.sample("z", dist.Bernoulli(0.7))
+            with poutine.scale(scale=2.0):
+                pyro.sample("y", dist.Normal((2 * z - 1) * loc, 1.0), obs=Y)
+
+    loss = ImplicitELBO(2).loss(model, lambda: pyro.sample("loc", dist.Delta(torch.tensor(1.0))))
+    prior = dist.LogNormal(0.0, 1.0).log_prob(torch.tensor(1.0))
+    assert loss == pytest.approx(-(prior + 2 * log_likelihood(1.0).sum()).item(), rel=1e-5)
+
+
 def test_a_choice_for_all_of_a_minibatch_is_refused():
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
