@@ -39,6 +39,8 @@ __all__ = ["fit_by_passes"]
 
 Batches = Iterable[tuple]
 
+NO_TIME = "max_seconds is too short for passes over all rows"
+
 
 def fit_by_passes(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool:
     """Infer the latent variables from the log-density of all rows, a sum over minibatches.
@@ -61,7 +63,7 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
     result, policy = stages.result, stages.policy.minibatch
     assert stages.batches is not None
     stream = OnePass(stages.batches)
-    whole = modes = None
+    whole, modes, reason = None, None, ""
     with result.attempt("search") as line:
         parts = _read(stream, policy)
         rows = RowsTarget(target, parts or stream)
@@ -75,20 +77,27 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         if whole is None:
             line.outcome += f"; {reason}: a guide is trained by minibatches instead"
     if whole is None or modes is None:
-        if getattr(stages.batches.batches, "drop_last", False):
-            warn_user(
-                "fit trains a guide by minibatches, and nothing checks its draws: with "
-                "drop_last=True each pass leaves out other rows, so passes do not determine the "
-                "posterior. Cure: drop_last=False"
+        why = ""
+        if reason == NO_TIME:
+            why = f"{NO_TIME}. Cure: a larger max_seconds"
+        elif getattr(stages.batches.batches, "drop_last", False):
+            why = (
+                "with drop_last=True each pass leaves out other rows, so passes do not determine "
+                "the posterior. Cure: drop_last=False"
             )
+        if why:
+            warn_user(f"fit trains a guide by minibatches, and nothing checks its draws: {why}")
         return False
     passes = PassStages(stages, whole, policy, "the latent variables")
     with result.stage("gaussian") as line:
         whole.num_passes = 0
-        if pilot.num_units < whole.num_units:
+        line.outcome = "of the search, which had all rows"
+        # A search that max_seconds ends may not have reached the top.
+        if pilot.num_units < whole.num_units or math.isfinite(stages.limit.end):
             modes = passes.climb_all(modes)
+            count = f"{whole.num_passes} passes over {whole.num_units} rows"
+            line.outcome = f"{count}{passes.note}"
         result.num_modes, result.modes, result.passes = len(modes.loc), modes.loc, whole
-        line.outcome = f"{whole.num_passes} passes over {whole.num_units} rows{passes.note}"
         if target.subsampled is not None:
             name, _, full_size = target.subsampled
             passes.warn_of_missing(name, full_size)
@@ -117,6 +126,16 @@ def _gaussian(draws: Tensor, modes: Modes) -> Modes:
     frame = frame_of_draws(draws)
     assert frame.scale_tril is not None
     return Modes(frame.loc[None], frame.scale_tril[None], modes.elbo)
+
+
+def _is_too_slow(target: RowsTarget, points: Tensor, stages: Stages) -> bool:
+    """Return whether ``max_seconds`` leaves no time for a few passes."""
+    if math.isinf(stages.limit.end):
+        return False
+    began = time.perf_counter()
+    target.sums(points)  # the first pass of a target takes longer
+    took = time.perf_counter() - began
+    return is_late(stages.limit, points, stages.policy.minibatch.least_passes * took)
 
 
 def _use(stages: Stages, modes: Modes) -> None:
@@ -204,14 +223,11 @@ def _first_sound(
         low, high = found.sums(points).tolist()
         return high - low, found
 
-    began = time.perf_counter()
     expected, _ = rise(stream)
-    if is_late(stages.limit, points, policy.least_passes * (time.perf_counter() - began)):
-        return None, "max_seconds is too short for passes over all rows"
     for batches in candidates:
         with suppress(*IMPOSSIBLE):
             value, found = rise(batches)
             noise = abs(value - expected)
             if noise <= policy.max_noise:
-                return found, ""
+                return (None, NO_TIME) if _is_too_slow(found, points, stages) else (found, "")
     return None, f"two passes differ by {noise:.2g} nats"

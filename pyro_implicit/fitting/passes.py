@@ -200,9 +200,13 @@ class PassStages:
             line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
             result.interrupted = refined.stopped == "interrupted"
             if not (refined.settled or result.interrupted):
+                drift = refined.drift or "too few draws to estimate their errors"
+                cure = "other coordinates of these variables"
+                if refined.stopped == "max_seconds":
+                    cure = "a larger max_seconds"
                 warn_user(
                     f"chains of {self.what} stopped at {refined.stopped} before they converged: "
-                    f"{refined.drift}. Cure: a larger max_seconds"
+                    f"{drift}. Cure: {cure}"
                 )
             return refined
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")

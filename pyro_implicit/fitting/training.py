@@ -440,8 +440,9 @@ class HeldOut:
     :param policy: the number of draws and the patience.
     :param interval: the steps between two scores; None for an epoch.
     :raises TypeError: if ``rows`` is not iterable.
-    :raises ValueError: for no rows, rows that can be iterated over only once, or minibatches with
-        another number of parts; when called, if all rows are masked.
+    :raises ValueError: for discrete latent variables that are summed out; for no rows, rows that
+        can be iterated over only once, or minibatches with another number of parts; when called,
+        if all rows are masked.
     :ivar scores: the score of each epoch or interval.
     :ivar num_steps: the steps before the last score.
     :ivar best: the parameters of the best epoch, a dict.
@@ -466,6 +467,12 @@ class HeldOut:
                 " Cure: a DataLoader as for batches, or [(x, y)] for a single minibatch"
             )
         self._target = Target.of_minibatches(model, *args, batch=first, model_kwargs=kwargs)
+        if names := self._target.summed_out:
+            raise ValueError(
+                f"validation needs the log-likelihood of single rows, but the discrete latents "
+                f"{sorted(names)} are summed out of all rows together. Cure: no validation, or a "
+                "distribution that sums them by itself, such as MixtureSameFamily"
+            )
         self._policy = policy or DEFAULT.held_out
         self.scores: list[float] = []
         self.num_steps = 0

@@ -80,7 +80,7 @@ def test_a_correlated_posterior(found):
 def test_passes_follow_a_search_on_a_part_of_the_rows(found):
     """2,000 rows, unless fewer are asked for; with all rows in the search there are no passes."""
     assert found.stages[0].outcome == "1 mode of 1500 rows"
-    assert found.stages[1].outcome == "0 passes over 1500 rows"
+    assert found.stages[1].outcome == "of the search, which had all rows"
     few = replace(POLICY, num_pilot=300, pilot_per_dim=1, cheap_evaluations=0.0)
     policy = FitPolicy(minibatch=few)
     result = fit(linear, batches=loader(*correlated()), policy=policy, **QUIET)
@@ -239,7 +239,8 @@ def test_guides_of_random_models_are_trained():
 def test_without_time_for_passes_a_guide_is_trained():
     policy = FitPolicy(minibatch=replace(POLICY, least_passes=10**9))
     options = {"epochs": 1, "max_seconds": 100.0, "policy": policy}
-    result = fit(linear, batches=loader(*correlated()), **options, **QUIET)
+    with pytest.warns(UserWarning, match="nothing checks its draws: max_seconds is too.*Cure"):
+        result = fit(linear, batches=loader(*correlated()), **options, **QUIET)
     assert "max_seconds is too short for passes over all rows" in result.stages[0].outcome
     assert len(result.losses) == 24
 
@@ -396,6 +397,25 @@ def test_held_out_rows_are_scored():
     draws = result.sample(500)["weights"]
     expected = -dist.Normal(x[:100] @ draws.mT, 1.0).log_prob(y[:100, None]).logsumexp(-1).mean()
     assert score == pytest.approx(expected.item() + math.log(500), abs=0.01)
+
+
+def test_a_limit_of_time_leaves_the_slow_first_pass_out():
+    """It builds the runs of the model, and takes some twenty times as long as others."""
+    options = {"policy": QUICK, "max_seconds": 60.0}
+    result = fit(linear, batches=loader(*correlated()), **options, **QUIET)
+    assert re.match(r"\d+ passes over 1500 rows$", result.stages[1].outcome)
+
+
+def test_rows_of_discrete_latents_have_no_score():
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(w + z, 1.0), obs=y)
+
+    y = torch.ones(40)
+    with pytest.raises(ValueError, match=r"single rows, but the discrete latents \['z'\].*Cure"):
+        fit(model, batches=y.split(10), validation=[y], policy=QUICK, **QUIET)
 
 
 def test_interrupted_it_keeps_the_gaussian(monkeypatch):
