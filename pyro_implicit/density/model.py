@@ -100,7 +100,8 @@ class Model:
         latents = Trace()
         for name in names:
             latents.add_node(name, **self.replayed.nodes[name])
-        return Model(self.model, args, self.kwargs, latents, self.discrete)
+        found = Model(self.model, args, self.kwargs, latents, self.discrete)
+        return found.in_double() if self.is_wide else found
 
     def in_double(self) -> Model:
         """Return the same model that gets its arguments and latent values in double precision."""

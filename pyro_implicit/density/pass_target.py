@@ -55,6 +55,7 @@ class PassTarget(Target):
 
     def _start(self, batches: Iterable[tuple]) -> None:
         self.batches = batches
+        vars(self).pop("_seconds", None)  # of other minibatches
         self.num_units = self.num_evaluations = self.num_passes = 0
         self._order, self._offset = 1, 0.0
 
@@ -194,7 +195,6 @@ class RowsTarget(PassTarget):
         target = copy.copy(target)
         target._runs = target._runs.refusing_random(type(self).__name__)
         vars(self).update(vars(target))
-        vars(self).pop("_seconds", None)  # of one minibatch
         self.of_minibatch = target
         self._scales = DataScales(target.model, target.args, target.kwargs)
         self.init_loc = from_first(self.init_loc)

@@ -32,7 +32,7 @@ from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
-from pyro_implicit.runtime.minibatches import num_rows
+from pyro_implicit.runtime.minibatches import BatchStream, num_rows
 from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["fit_by_passes"]
@@ -77,16 +77,7 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         if whole is None:
             line.outcome += f"; {reason}: a guide is trained by minibatches instead"
     if whole is None or modes is None:
-        why = ""
-        if reason == NO_TIME:
-            why = f"{NO_TIME}. Cure: a larger max_seconds"
-        elif getattr(stages.batches.batches, "drop_last", False):
-            why = (
-                "with drop_last=True each pass leaves out other rows, so passes do not determine "
-                "the posterior. Cure: drop_last=False"
-            )
-        if why:
-            warn_user(f"fit trains a guide by minibatches, and nothing checks its draws: {why}")
+        _warn_of_training(stages.batches, reason)
         return False
     passes = PassStages(stages, whole, policy, "the latent variables")
     with result.stage("gaussian") as line:
@@ -119,6 +110,18 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         score = stages.held_out(result.posterior)
         result.stages[-1].outcome += f"; held-out NLL {score:.4g}"
     return True
+
+
+def _warn_of_training(batches: BatchStream, reason: str) -> None:
+    """Warn that no passes are made, if that may surprise the user."""
+    why = ""
+    if reason == NO_TIME:
+        why = f"{NO_TIME}. Cure: a larger max_seconds"
+    elif getattr(batches.batches, "drop_last", False):
+        why = "with drop_last=True each pass leaves out other rows, so passes do not determine the "
+        why += "posterior. Cure: drop_last=False"
+    if why:
+        warn_user(f"fit trains a guide by minibatches, and nothing checks its draws: {why}")
 
 
 def _gaussian(draws: Tensor, modes: Modes) -> Modes:

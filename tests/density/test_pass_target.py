@@ -131,6 +131,23 @@ def test_rows_are_those_of_the_plate():
     assert target.num_units == 6
 
 
+def test_all_minibatches_are_evaluated_in_double_precision():
+    def model(y):
+        rate = pyro.sample("rate", dist.LogNormal(0.0, 5.0))
+        with pyro.plate("rows", 4, subsample_size=len(y)):
+            pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    batches = [(torch.tensor([1e6]),), (torch.tensor([1.1e6, 1e6, 9e5]),)]
+    exact = [tuple(part.double() for part in batch) for batch in batches]
+    points = torch.tensor([[13.8], [13.81]])
+    expected = RowsTarget(Target.of_minibatches(model, batch=exact[0]), exact).sums(points.double())
+    target = RowsTarget(Target.of_minibatches(model, batch=batches[0]), batches)
+    assert (target.sums(points) - expected).abs().max() > 0.1  # rounding
+    torch.testing.assert_close(target.in_double().sums(points.double()), expected)
+    assert target.widen(points) and target.is_wide
+    torch.testing.assert_close(target.sums(points), expected)
+
+
 def test_impossible_points():
     def model(y):
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
