@@ -83,9 +83,8 @@ def test_refined_by_stochastic_gradients():
 
 @pytest.mark.filterwarnings("ignore:the chains ran for only")
 @pytest.mark.filterwarnings("ignore:the velocities' temperature")  # on a busy machine: few steps
-@pytest.mark.parametrize("guide", ["auto", "given"])
 @pytest.mark.parametrize("refine", [True, "auto"])
-def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, monkeypatch):
+def test_chains_keep_to_the_time_and_training_leaves_them_half(refine, monkeypatch):
     given = []
     train = stages.train
 
@@ -96,9 +95,8 @@ def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, mo
     monkeypatch.setattr(stages, "train", spy)
     # A busy machine may need longer than the limit before the training begins.
     monkeypatch.setattr(TimeLimit, "left", lambda self, share=1.0: 0.3 * share)
-    guide = AutoNormal(line) if guide == "given" else guide
     options = {"batches": loader(*rows()), "epochs": 10**4, "max_seconds": 0.3}
-    result = fit(line, guide, **options, refine=refine, **QUIET)
+    result = fit(line, AutoNormal(line), **options, refine=refine, **QUIET)
     if refine is True:
         assert given[0] == 0.15 and result.refined.stopped == "max_seconds"
     else:
