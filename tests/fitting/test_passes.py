@@ -379,7 +379,7 @@ def test_two_modes_have_their_shares():
             pyro.sample("y", dist.Normal(w.abs(), 1.0), obs=y)
 
     y = torch.full((50,), 2.0)
-    result = fit(model, batches=y.split(10), policy=QUICK, **QUIET)
+    result = fit(model, batches=y.split(10), **QUIET)
     assert isinstance(result.guide, AutoMixture) and result.num_modes == 2
     share = (result.sample(8000)["w"] > 0).double().mean().item()
     # The prior's densities at 2 and -2 have the ratio exp(2 * 2 * .3 / 2 ** 2).
