@@ -416,7 +416,7 @@ class Fit(Printed):
             advance; without a seed they are used.
         :raises TypeError: for an argument of another name.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches over
-            which no passes were made.
+            which no passes were made, or in several processes.
         """
         options: dict[str, Any] = {
             "num_samples": num_samples,
@@ -436,15 +436,19 @@ class Fit(Printed):
             modes = "search" if known is None else known
         if num_transitions is None:
             num_transitions = 0 if self._has_converged else EFFORT.num_transitions
-        with self._same_in_all_processes():
-            draws = self._posterior(num_samples or EFFORT.num_samples)
-            found = diagnose(
-                self.passes or self.target,
-                draws,
-                modes=modes,
-                num_transitions=num_transitions,
-                **options,
+        if self.passes is not None and num_processes() > 1:
+            raise SubsampledError(
+                "the budgets of diagnose differ between processes, whose minibatches a pass adds "
+                "up. Cure: diagnose(model, result.posterior, x, y) with all data in one process"
             )
+        draws = self._posterior(num_samples or EFFORT.num_samples)
+        found = diagnose(
+            self.passes or self.target,
+            draws,
+            modes=modes,
+            num_transitions=num_transitions,
+            **options,
+        )
         held_out = next(reversed(self.held_out.values()), None)
         found = replace(found, extrapolated=self.extrapolated, given=self.unsettled)
         return replace(found, held_out=held_out)

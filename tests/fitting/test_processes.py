@@ -12,6 +12,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import HeldOut
 from pyro_implicit.infer import AVB_ELBO, ImplicitELBO
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -98,12 +99,15 @@ def mixture(y):
 
 
 def shares_by_passes(rank):
-    """Mean and verdict; the processes have 11 and 9 rows, in minibatches of unequal sizes."""
+    """The mean; the processes have 11 and 9 rows, in minibatches of unequal sizes."""
     parts = torch.tensor([-2.0, 2.0]).repeat(10).split((6, 5, 5, 4))
     batches = parts if rank is None else parts[2 * rank : 2 * rank + 2]
     result = fit(mixture, batches=batches, seed=0, progress=False)
     pyro.set_rng_seed(rank or 0)
-    return result.sample(8000)["p"].mean(), result.diagnose().verdict
+    if rank is not None:
+        with pytest.raises(SubsampledError, match="budgets of diagnose differ.*Cure"):
+            result.diagnose()
+    return result.sample(8000)["p"].mean()
 
 
 def refusal(*args, **kwargs):
@@ -197,7 +201,6 @@ def test_passes_have_the_rows_of_all_processes(folder):
 
 def test_passes_of_processes_are_at_the_same_points(folder):
     """Discrete latent variables of rows draw other numbers of random numbers in each process."""
-    expected, _ = shares_by_passes(None)
+    expected = shares_by_passes(None).item()
     for rank in range(2):
-        mean, verdict = load(folder, rank)[4]
-        assert mean == pytest.approx(expected.item(), abs=0.01) and verdict == "trust"
+        assert load(folder, rank)[4] == pytest.approx(expected, abs=0.01)
