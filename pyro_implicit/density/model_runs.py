@@ -101,7 +101,7 @@ class ModelRuns:
         varying = found.difference(self._start)
         if self.model.discrete is None:
             varying |= self._start.keys() - found
-        else:  # a sum may have replaced those that depend on it
+        else:  # a sum may have replaced sites that depend on it
             varying -= self.model.discrete.names
         for name in sorted(varying):
             raise varying_site(name)

@@ -69,7 +69,10 @@ class PassTarget(Target):
 
     @torch.no_grad()
     def sums(self, latent: Tensor) -> Tensor:
-        """Return the sums over all data at vectors ``(num_points, latent_dim)``, in float64."""
+        """Return the sums over all data at vectors ``(num_points, latent_dim)``, in float64.
+
+        :returns: ``(num_points,)``.
+        """
         return self._pass(latent, 0)[:, 0]
 
     def centre(self, latent: Tensor) -> None:
@@ -116,7 +119,7 @@ class PassTarget(Target):
     def _pass(self, latent: Tensor, order: int) -> Tensor:
         """Return the sum at each vector, and its derivatives up to an order.
 
-        :returns: ``(num_points, 1 + latent_dim + latent_dim ** 2)``.
+        :returns: ``(num_points, 1)``, with more columns for the score, and for the Hessian.
         """
         number, dim = latent.shape
         width = 1 + dim * (order > 0) + dim * dim * (order > 1)
@@ -125,7 +128,8 @@ class PassTarget(Target):
         for batch in self.batches:
             part = self._part(batch, number == 1)
             counts += counts.new_tensor(part[1:])
-            at_once = max(1, GROUPS.elements_at_once // part.num_evaluations)
+            size = part.num_evaluations * (dim if order > 1 else 1)  # rows of the Hessian at once
+            at_once = max(1, GROUPS.elements_at_once // size)
             for first in range(0, number, at_once):
                 rows = slice(first, first + at_once)
                 self._add(sums[rows], part, latent[rows], order)

@@ -64,8 +64,8 @@ class Diagnosis(Printed):
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar improper: the scales with a flat prior whose draws have no end, else empty.
     :ivar extrapolated: the share of draws for which the prior of ``Fit.update`` is a guess.
-    :ivar given: the parameters of the model, whose training had not ended, else empty: the draws
-        are those given their values.
+    :ivar given: the parameters of the model whose training had not settled, else empty. The draws
+        are given their values.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.

@@ -144,7 +144,8 @@ def _is_too_slow(target: RowsTarget, points: Tensor, stages: Stages) -> bool:
 def _use(stages: Stages, modes: Modes) -> None:
     """Make the Gaussians at modes the guide of the result."""
     args = (*stages.args, *stages.first_batch)
-    with seeded(0):  # latent variables of rows would advance the streams of processes differently
+    # Latent variables of rows would advance the streams of processes differently.
+    with seeded(0, modes.loc.device):
         guide = exact_guide(stages.model, modes, *args, **stages.kwargs)
     if isinstance(guide, AutoMixture):
         guide.log_weights = modes.elbo.log_softmax(0)

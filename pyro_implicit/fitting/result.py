@@ -193,7 +193,7 @@ class Fit(Printed):
         return on_fixed_supports(model, self.supports) if self.supports else model
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all fields except those that hold data, or runs, which cannot be copied."""
+        """Return all fields except fields with data, or with runs, which cannot be copied."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return found | {"marginal": None, "passes": None}
 

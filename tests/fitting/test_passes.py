@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from pyro_implicit import fit
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import SubsampledError
-from pyro_implicit.fitting import Fit, FitPolicy, passes
+from pyro_implicit.fitting import Fit, FitPolicy, minibatch_fit, passes
 from pyro_implicit.fitting.passes import PassStages
 from pyro_implicit.fitting.policy import MinibatchPolicy
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
@@ -399,11 +400,45 @@ def test_held_out_rows_are_scored():
     assert score == pytest.approx(expected.item() + math.log(500), abs=0.01)
 
 
-def test_a_limit_of_time_leaves_the_slow_first_pass_out():
-    """It builds the runs of the model, and takes some twenty times as long as others."""
-    options = {"policy": QUICK, "max_seconds": 60.0}
-    result = fit(linear, batches=loader(*correlated()), **options, **QUIET)
+def test_a_limit_of_time_counts_passes_after_the_first_one(monkeypatch):
+    """The minibatches stay in memory: later passes do not wait for the loader."""
+
+    class Loader:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            time.sleep(0.3)
+            return iter(list(zip(*(part.split(750) for part in correlated()), strict=True)))
+
+    needed = []
+
+    def spy(limit, like, seconds=0.0):
+        needed.append(seconds)
+        return is_late(limit, like, seconds)
+
+    is_late = minibatch_fit.is_late
+    monkeypatch.setattr(minibatch_fit, "is_late", spy)
+    result = fit(linear, batches=Loader(), policy=QUICK, max_seconds=60.0, **QUIET)
+    assert len(needed) == 1 and 0 < needed[0] < 0.3 * POLICY.least_passes
+    # A search that a limit may have ended is no end of a climb.
     assert re.match(r"\d+ passes over 1500 rows$", result.stages[1].outcome)
+
+
+def test_a_climb_that_ends_early_is_named():
+    policy = FitPolicy(minibatch=replace(POLICY, num_pilot=64, pilot_per_dim=1, max_passes=0))
+    result = fit(linear, batches=loader(*correlated()), policy=policy, **QUIET)
+    assert result.stages[1].outcome.endswith("; not converged")
+
+
+def test_weights_end_once_they_suffice():
+    few = replace(
+        POLICY, cheap_evaluations=0.0, least_effective=50.0, near_normal=1.0, max_khat=1.0
+    )
+    y = torch.tensor([0.1, 0.5, 0.7, 0.9, 1.4, 2.0, 3.0, 5.0])
+    result = fit(skewed, batches=y.split(2), policy=FitPolicy(minibatch=few), **QUIET)
+    number = int(result.stages[2].outcome.split(" weights")[0])
+    assert 50 <= number < 1000
 
 
 def test_rows_of_discrete_latents_have_no_score():
