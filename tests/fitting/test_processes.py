@@ -90,7 +90,8 @@ def draws_by_passes(rank):
     after the same data once more."""
     batches = list(parts(rank))
     result = fit(model, batches=batches, seed=0, progress=False)
-    more = result.update(model, batches=batches, seed=0, progress=False)
+    pyro.set_rng_seed(rank or 0)  # without a seed, those of the processes would differ
+    more = result.update(model, batches=batches, progress=False)
     return result.sample(8000)["weight"], result.passes.num_units, more.sample(8000)["weight"]
 
 
