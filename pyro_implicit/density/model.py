@@ -92,7 +92,7 @@ class Model:
         #: The last site that a run came to, or ``_RETURN`` if it came to its end.
         self.last_site: str | None = None
 
-    def on(self, args: tuple, names: Iterable[str]) -> Model:
+    def on(self, args: tuple, kwargs: dict[str, Any], names: Iterable[str]) -> Model:
         """Return the same model with other arguments, which draws its subsampled indices anew.
 
         :param names: names of the latent variables.
@@ -100,7 +100,7 @@ class Model:
         latents = Trace()
         for name in names:
             latents.add_node(name, **self.replayed.nodes[name])
-        found = Model(self.model, args, self.kwargs, latents, self.discrete)
+        found = Model(self.model, args, kwargs, latents, self.discrete)
         return found.in_double() if self.is_wide else found
 
     def in_double(self) -> Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyro
 from pyro import poutine
@@ -40,9 +40,9 @@ class ModelRuns:
         # The observed sites; None once runs of a random model were found to have the same.
         self._observed: set[str] | None = _observed(first)
 
-    def on(self, args: tuple) -> ModelRuns:
+    def on(self, args: tuple, kwargs: dict[str, Any]) -> ModelRuns:
         """Return runs of the same model with other arguments."""
-        return self._of(self.model.on(args, self._start))
+        return self._of(self.model.on(args, kwargs, self._start))
 
     def in_double(self) -> ModelRuns:
         """Return runs of the same model in double precision."""

@@ -17,7 +17,7 @@ from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import num_rows
 
-__all__ = ["Part", "PassTarget", "RowsTarget"]
+__all__ = ["Part", "PassTarget", "RowsTarget", "WholeTarget"]
 
 
 class Part(NamedTuple):
@@ -238,6 +238,52 @@ class RowsTarget(PassTarget):
         size = size or max((num_rows(one) or 1 for one in batch), default=1)
         cost = size if part.is_vectorized else max(size, GROUPS.rows_of_run)
         return Part(lambda latent: weight * part.log_prob(latent).double(), weight, size, cost)
+
+    def _normalised(self, sums: Tensor, weight: float) -> Tensor:
+        return sums / weight
+
+    def _by_model(self, latent: Tensor) -> Tensor:
+        return self._sum(latent)
+
+
+class WholeTarget(PassTarget):
+    """The posterior of all data as a pass over a single part.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     with pyro.plate("rows", len(y)):
+    ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+    >>> target = WholeTarget(Target(model, torch.ones(3)), num_rows=3)
+    >>> log_prob, score, hessian = target.derivatives(torch.zeros(1, 1))
+    >>> score.round(decimals=3), hessian.round(decimals=3)
+    (tensor([[3.]]), tensor([[[-4.]]]))
+
+    :param target: the posterior.
+    :param num_rows: the number of rows of its data.
+    """
+
+    def __init__(self, target: Target, num_rows: int) -> None:
+        vars(self).update(vars(target))
+        self._fused = None  # sums come from below
+        self._whole, self._size = target, num_rows
+        self._start([()])
+
+    def widen(self, points: Tensor) -> bool:
+        """Evaluate the model in double precision from now on, if it can."""
+        return self._whole.widen(points)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the model runs in double precision."""
+        return self._whole.is_wide
+
+    def _part(self, batch: tuple, is_single: bool) -> Part:
+        size = max(self._size, GROUPS.rows_of_run)
+        return Part(self._whole.log_prob, 1.0, self._size, size)
 
     def _normalised(self, sums: Tensor, weight: float) -> Tensor:
         return sums / weight

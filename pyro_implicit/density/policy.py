@@ -303,6 +303,20 @@ class RoundingPolicy:
 
 
 @dataclass(frozen=True)
+class PilotPolicy:
+    """When some rows of the data stand for all in a search."""
+
+    #: Distance of points from the initial one, in each unconstrained coordinate, between which the
+    #: log-density rises by as much as the terms of single rows.
+    spread: float = 1.0
+
+    #: Nats by which this rise may differ between two divisions of the rows, and last bits of the
+    #: log-density if it can be evaluated in single precision only.
+    max_noise: float = 0.05
+    last_bits: float = 10.0
+
+
+@dataclass(frozen=True)
 class GroupPolicy:
     """Conditional posteriors of the latent variables of groups, and integrals over them."""
 
@@ -466,5 +480,6 @@ COST = CostPolicy()
 DISCRETE = DiscretePolicy()
 GRADIENTS = GradientPolicy()
 SEARCH = SearchPolicy()
+PILOT = PilotPolicy()
 ROUNDING = RoundingPolicy()
 SYMMETRY = SymmetryPolicy()

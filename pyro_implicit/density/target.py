@@ -213,11 +213,32 @@ class Target:
         :param batch: the last positional arguments of the model.
         :param seed: of the rows that a model draws itself; by default a random one.
         """
-        target = copy.copy(self)
-        target.args = (*self.args[: len(self.args) - len(batch)], *batch)
-        target._use(self._runs.on(target.args))
+        args = (*self.args[: len(self.args) - len(batch)], *batch)
+        target = self.with_data(args, self.kwargs)
         if self.draws_rows:
             target._seed = int(torch.randint(2**31, ())) if seed is None else seed
+        return target
+
+    def with_data(self, args: tuple, kwargs: dict[str, Any]) -> Target:
+        """Return the posterior of the same latent variables for other arguments of the model.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> def model(y):
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        >>> Target(model, torch.ones(5)).with_data((torch.ones(9),), {}).score(torch.zeros(1, 1))[1]
+        tensor([[9.]])
+
+        :param args: all positional arguments.
+        :param kwargs: all keyword arguments.
+        """
+        target = copy.copy(self)
+        target.args, target.kwargs = args, kwargs
+        target._use(self._runs.on(args, kwargs))
         return target
 
     def in_double(self) -> Target:

@@ -19,6 +19,7 @@ from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks import MovingSupportError
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
 from pyro_implicit.density.scales import has_only_local_latents
@@ -41,6 +42,7 @@ from pyro_implicit.fitting.arguments import (
 from pyro_implicit.fitting.candidates import mean_field_guide
 from pyro_implicit.fitting.checkpoint import loss_settings, own_file, same_start
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
+from pyro_implicit.fitting.many_rows_fit import fit_many_rows
 from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
 from pyro_implicit.fitting.minibatch_fit import fit_by_passes
 from pyro_implicit.fitting.network_fit import (
@@ -444,18 +446,21 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
             return fit_network(stages, target, refine is True)
         if refine is not False and _fit_by_integration(stages, target, policy.marginal, refine):
             return stages.result
+        modes = None if refine is False else fit_many_rows(stages, target)
+        if refine == "auto" and stages.result.draws is not None:
+            return stages.result
         plan = make_plan(target, policy.budget, stages.limit)
         if not target.is_vectorized:
             stages.one_by_one = True
             stages.num_particles = min(stages.num_particles, policy.training.few_particles)
         warn_of_lost_gradients(target)
-        if plan.search_iterations == 0 and refine is not False:
+        if plan.search_iterations == 0 and refine is not False and modes is None:
             return _fit_without_search(stages, target, plan)
         otherwise = None
         if target.latent_dim <= policy.marginal.least_latents:
             every = replace(policy.marginal, least_latents=0)
             otherwise = partial(_fit_by_integration, stages, target, every, refine)
-        return _fit_by_search(stages, target, plan, refine, otherwise)
+        return _fit_by_search(stages, target, plan, refine, otherwise, modes)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
 
@@ -488,14 +493,15 @@ def _fit_by_search(
     plan: Plan,
     refine: Literal["auto"] | bool,
     otherwise: Callable[[], bool] | None = None,
+    modes: Modes | None = None,
 ) -> Fit:
-    modes, policy = None, stages.policy
+    policy = stages.policy
     try:
         # Draws of a guide, which are all without refinement, are not moved by symmetries.
         search = partial(
             stages.search, target, plan.search_iterations, plan.num_starts, refine is False
         )
-        modes = search()
+        modes = search() if modes is None else modes
         if stages.learn_parameters(target, modes):
             modes = search()
         if refine is False:

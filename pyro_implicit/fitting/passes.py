@@ -44,7 +44,7 @@ class OnePass:
             yield self.stream.next()
 
 
-def pilot_modes(pilot: PassTarget, stages: Stages, policy: PassPolicy) -> Modes:
+def pilot_modes(pilot: Target, stages: Stages, policy: PassPolicy) -> Modes:
     """Search for the modes of the first minibatches.
 
     :param pilot: the posterior of the first minibatches. It may be scaled to all data.

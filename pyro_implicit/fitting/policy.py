@@ -679,6 +679,14 @@ class MinibatchPolicy(PassPolicy):
 
 
 @dataclass(frozen=True)
+class ManyRowsPolicy(MinibatchPolicy):
+    """Fits of all data that have many rows, with at most 100 latent variables."""
+
+    #: Rows from which the search begins with a part of them.
+    least_rows: int = 1000
+
+
+@dataclass(frozen=True)
 class HierarchyPolicy(PassPolicy):
     """Fits with ``amortize="conditional"``: latent variables of groups are integrated out."""
 
@@ -865,6 +873,8 @@ class FitPolicy:
     hierarchy: HierarchyPolicy = field(default_factory=HierarchyPolicy)
     #: Minibatches, with at most 100 latent variables.
     minibatch: MinibatchPolicy = field(default_factory=MinibatchPolicy)
+    #: Many rows without minibatches.
+    many_rows: ManyRowsPolicy = field(default_factory=ManyRowsPolicy)
 
     #: Which variables are integrated out.
     marginal: MarginalPolicy = field(default_factory=MarginalPolicy)

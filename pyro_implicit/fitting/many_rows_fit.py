@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The automatic fit of few latent variables to many rows, each evaluation of which is expensive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.checks.numerics import widen_if_rounded
+from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.pass_target import WholeTarget
+from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.row_pilot import find_pilot, rows_of
+from pyro_implicit.density.symmetry import find_symmetries
+from pyro_implicit.density.target import Target
+from pyro_implicit.fitting.arguments import num_processes
+from pyro_implicit.fitting.parameters import model_parameters
+from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes
+from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.guides import AutoMixture
+from pyro_implicit.guides.sampler import StoredDraws
+
+__all__ = ["fit_many_rows"]
+
+
+def fit_many_rows(stages: Stages, target: Target) -> Modes | None:
+    """Search for the modes of a few thousand rows, climb to those of all, and weigh draws there.
+
+    The stages are those of minibatches (:mod:`pyro_implicit.fitting.passes`): a search of all rows
+    evaluates the log-density thousands of times, Newton steps from the modes of some rows a few
+    times, and the posterior of many rows is often so close to normal that few weights suffice.
+
+    :param target: the posterior of all rows.
+    :returns: the modes of all rows, for further stages; None if there are few rows, or if their
+        likelihood is no product. If the weights suffice, the result has draws.
+    """
+    policy, number = stages.policy.many_rows, rows_of(target)
+    if number < policy.least_rows or target.latent_dim > MAX_DENSE_DIM or num_processes() > 1:
+        return None
+    if model_parameters(target):
+        return None
+    least = policy.pilot_per_dim * target.latent_dim
+    few = min(max(policy.num_pilot, least), number // 3)
+    pilot = None if few < least else find_pilot(target, few)
+    if pilot is None:
+        return None
+    with stages.result.attempt("search") as line:
+        modes = pilot_modes(pilot, stages, policy)
+        line.outcome = f"{count_modes(modes)} of {few} rows"
+    if line.error is not None:
+        return None
+    if len(modes.loc) > 1 and find_symmetries(target, stages.limit.left()):
+        return None  # the search of all rows knows copies of modes
+    whole = WholeTarget(target, number)
+    passes = PassStages(stages, whole, policy, "the latent variables")
+    with stages.result.stage("gaussian") as line:
+        modes = passes.climb_all(modes)
+        line.outcome = f"{whole.num_passes} evaluations of {number} rows{passes.note}"
+
+        def draw(num_draws: int) -> Tensor:
+            noise = torch.randn(num_draws, target.latent_dim).to(modes.loc)
+            return modes.loc[0] + noise @ modes.scale_tril[0].mT
+
+        if note := widen_if_rounded(whole, draw):
+            line.outcome += f"; {note}"
+    stages.result.num_modes, stages.result.modes = len(modes.loc), modes.loc
+    draws, weights = passes.weigh(modes)
+    if weights is None or policy.accepts(weights):
+        _keep(stages, whole.constrain(draws), modes, weights)
+    elif find_symmetries(target, stages.limit.left()):
+        return None
+    return modes
+
+
+def _keep(stages: Stages, draws: dict[str, Tensor], modes: Modes, weights: Any) -> None:
+    """Make draws, and the Gaussians at the modes as their guide, the result.
+
+    :param weights: those of the draws; None if time ended them.
+    """
+    result, guide = stages.result, stages.exact_guide(modes)
+    if isinstance(guide, AutoMixture):
+        guide.log_weights = modes.elbo.log_softmax(0)
+    result.guide, result.chosen = guide, "gaussian"
+    order = torch.randperm(len(next(iter(draws.values()))))  # Sobol points are evenly spaced
+    result.draws = StoredDraws(
+        {name: value[order.to(value.device)] for name, value in draws.items()},
+        settled=weights is not None,
+        modes_weighed=True,
+        doubts=() if weights is not None else ("importance weights: none",),
+    )
