@@ -121,7 +121,8 @@ ROWS = [
             ("MAP", 0.4, 1.0, ()),
             ("ensemble", 1.3, 1.5, ()),
             ("mean field", 0.6, 0.7, ()),
-            ("GPVI", 2.6, 3.0, ()),
+            # With 1e-3, as in other rows, its folded generator diverges after 3,000 steps.
+            ("GPVI", 1.5, 3.0, ("--lr", "0.0001", "--epochs", "75")),
             ("injective", 1.1, 3.0, ("--particles", "2")),
             ("LIVI L'", 1.0, 1.0, ("--particles", "2")),
         )
@@ -132,7 +133,7 @@ ROWS = [
         for method, hours, value, words in (
             ("MAP", 1.1, 1.5, ()),
             ("ensemble", 4.2, 2.0, ()),
-            ("GPVI", 7.6, 3.0, ("--particles", "4")),
+            ("GPVI", 7.6, 3.0, ("--particles", "4", "--lr", "0.0001")),
             ("injective", 7.8, 2.0, ("--particles", "2")),
             ("LIVI L'", 4.4, 1.0, ("--particles", "2")),
         )

@@ -446,8 +446,8 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
             return fit_network(stages, target, refine is True)
         if refine is not False and _fit_by_integration(stages, target, policy.marginal, refine):
             return stages.result
-        modes = None if refine is False else fit_many_rows(stages, target)
-        if refine == "auto" and stages.result.draws is not None:
+        modes = None if refine is False else fit_many_rows(stages, target, refine == "auto")
+        if stages.result.draws is not None:
             return stages.result
         plan = make_plan(target, policy.budget, stages.limit)
         if not target.is_vectorized:

@@ -25,7 +25,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 __all__ = ["fit_many_rows"]
 
 
-def fit_many_rows(stages: Stages, target: Target) -> Modes | None:
+def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     """Search for the modes of a few thousand rows, climb to those of all, and weigh draws there.
 
     The stages are those of minibatches (:mod:`pyro_implicit.fitting.passes`): a search of all rows
@@ -33,6 +33,7 @@ def fit_many_rows(stages: Stages, target: Target) -> Modes | None:
     times, and the posterior of many rows is often so close to normal that few weights suffice.
 
     :param target: the posterior of all rows.
+    :param weighs: whether to weigh draws, which is in vain if chains follow.
     :returns: the modes of all rows, for further stages; None if there are few rows, or if their
         likelihood is no product. If the weights suffice, the result has draws.
     """
@@ -51,7 +52,8 @@ def fit_many_rows(stages: Stages, target: Target) -> Modes | None:
         line.outcome = f"{count_modes(modes)} of {few} rows"
     if line.error is not None:
         return None
-    if len(modes.loc) > 1 and find_symmetries(target, stages.limit.left()):
+    may_have_copies = len(modes.loc) > 1 or not weighs
+    if may_have_copies and find_symmetries(target, stages.limit.left()):
         return None  # the search of all rows knows copies of modes
     whole = WholeTarget(target, number)
     passes = PassStages(stages, whole, policy, "the latent variables")
@@ -63,9 +65,13 @@ def fit_many_rows(stages: Stages, target: Target) -> Modes | None:
             noise = torch.randn(num_draws, target.latent_dim).to(modes.loc)
             return modes.loc[0] + noise @ modes.scale_tril[0].mT
 
-        if note := widen_if_rounded(whole, draw):
+        if not passes.note and (note := widen_if_rounded(whole, draw)):
             line.outcome += f"; {note}"
+    if passes.note:  # a spike of the density, such as that of a funnel at scale 0
+        return None
     stages.result.num_modes, stages.result.modes = len(modes.loc), modes.loc
+    if not weighs:
+        return modes
     draws, weights = passes.weigh(modes)
     if weights is None or policy.accepts(weights):
         _keep(stages, whole.constrain(draws), modes, weights)

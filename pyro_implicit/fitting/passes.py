@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.pass_target import PassTarget
 from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.arguments import any_process, num_processes
 from pyro_implicit.fitting.policy import PassPolicy
 from pyro_implicit.fitting.refinement import affordable_chains, patience_of
@@ -155,6 +156,9 @@ class PassStages:
                 share = f"effective sample size {found.efficiency:.1%}"
                 line.outcome = f"moments by {few} weights, {share}"
                 return _moved(draws, points, found.smoothed.log_weights.exp()), found
+            if found.efficiency < policy.least_promising:
+                line.outcome = f"{few} weights: {found}"
+                return draws, found
             if is_late(limit, draws):
                 line.outcome = f"{few} weights: {found}; {self._warn_of_gaussian()}"
                 return draws, None

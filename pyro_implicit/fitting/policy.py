@@ -629,6 +629,10 @@ class PassPolicy:
     #: and covariance: for a skewness of 0.2 it is 0.993.
     near_normal: float = EVEN_EFFICIENCY
 
+    #: Effective sample size of the first weights, as a share, below which chains are cheaper than
+    #: more weights; 0 for never.
+    least_promising: float = 0.0
+
     #: Evaluations of all ``num_weighed``, about three seconds, up to which they are computed
     #: although fewer would do. With 100 groups of counts, the standard deviations by 32 even
     #: weights were 4 to 6% too small.
@@ -684,6 +688,9 @@ class ManyRowsPolicy(MinibatchPolicy):
 
     #: Rows from which the search begins with a part of them.
     least_rows: int = 1000
+
+    #: Weights of a wider mixture need an effective sample size of 1,000 from 8,192 draws.
+    least_promising: float = 0.02
 
 
 @dataclass(frozen=True)

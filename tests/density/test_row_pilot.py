@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posteriors of a part of the rows, and of all rows as one pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_implicit.density.pass_target import WholeTarget
+from pyro_implicit.density.row_pilot import find_pilot, rows_of
+from pyro_implicit.density.target import Target
+
+NUM_ROWS, FEW = 600, 100
+
+
+def regression(x, y=None):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(slope * x, noise), obs=y)
+
+
+def rows(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(2, NUM_ROWS, generator=generator, dtype=dtype)
+    return x, 0.7 * x + 0.5 * noise
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_pilot_has_each_of_its_rows_once(dtype):
+    """Its log-density is that of its own rows, which are rows of the data in equal pairs."""
+    data = rows(dtype)
+    pilot = find_pilot(Target(regression, *data), FEW)
+    x, y = pilot.args
+    found = {tuple(pair) for pair in torch.stack([x, y], -1).tolist()}
+    assert len(found) == FEW and found <= {tuple(p) for p in torch.stack(data, -1).tolist()}
+    point = torch.tensor([[0.3, -0.2]], dtype=dtype)
+    torch.testing.assert_close(pilot.log_prob(point), Target(regression, x, y).log_prob(point))
+
+
+def test_rows_in_keywords_arrays_and_dicts():
+    x, y = rows()
+
+    def of_dict(data):
+        regression(data["x"], data["y"])
+
+    def of_arrays(x, y):
+        regression(torch.as_tensor(x), torch.as_tensor(y))
+
+    for target in (
+        Target(regression, x, y=y),
+        Target(of_dict, {"x": x, "y": y}),
+        Target(of_arrays, x.numpy(), np.asarray(y)),
+        Target(poutine.scale(regression, 0.5), x, y),
+    ):
+        assert rows_of(target) == NUM_ROWS
+        pilot = find_pilot(target, FEW)
+        assert rows_of(pilot) == FEW
+
+
+def autoregression(y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("steps", len(y) - 1):
+        pyro.sample("y", dist.Normal(slope * y[:-1], 1.0), obs=y[1:])
+
+
+def centred(x, y):
+    regression(x - x.mean(), y)
+
+
+def scaled(x, y):
+    with poutine.scale(scale=NUM_ROWS / len(x)):
+        regression(x, y)
+
+
+def random(x, y):
+    regression(x + torch.randn(len(x)), y)
+
+
+def plate_of_all(x, y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", NUM_ROWS):
+        pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+
+def closed_over(x):
+    regression(x, rows()[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [(autoregression, 1), (centred, 2), (scaled, 2), (plate_of_all, 2), (closed_over, 1)],
+)
+def test_no_pilot_of_rows_that_are_no_product(model, number):
+    """Time series, statistics of all rows, likelihoods of minibatches, and data without rows."""
+    assert find_pilot(Target(model, *rows()[:number]), FEW) is None
+
+
+def test_no_pilot_of_random_models_and_of_few_rows():
+    target = Target.of_minibatches(random, batch=rows())
+    assert find_pilot(target, FEW) is None
+    assert find_pilot(Target(regression, *rows()), NUM_ROWS // 3 + 1) is None
+    assert find_pilot(Target(lambda: regression(torch.ones(2), torch.ones(2))), FEW) is None
+
+
+def test_a_pilot_advances_no_stream():
+    target = Target(regression, *rows())
+    before = torch.get_rng_state()
+    find_pilot(target, FEW)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_all_rows_as_one_pass():
+    """Values and derivatives are those of the posterior; centred ones lack its height."""
+    data = rows(torch.float64)
+    target = Target(regression, *data)
+    whole = WholeTarget(target, NUM_ROWS)
+    points = torch.tensor([[0.3, -0.2], [0.6, -0.7]], dtype=torch.float64)
+    for found, expected in zip(whole.derivatives(points), target.derivatives(points), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert whole.num_units == NUM_ROWS and whole.num_passes > 0
+    whole.centre(points[0])
+    heights = target.log_prob(points)
+    torch.testing.assert_close(whole.log_prob(points), heights - heights[0])
+    assert whole.height(whole.log_prob(points)[1]) == pytest.approx(heights[1].item())
+
+
+def test_one_pass_widens_its_posterior():
+    whole = WholeTarget(Target(regression, *rows()), NUM_ROWS)
+    assert not whole.is_wide and whole.widen(torch.zeros(1, 2)) and whole.is_wide
+    assert whole.log_prob(torch.zeros(1, 2)).dtype == torch.float32

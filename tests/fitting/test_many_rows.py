@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` with few latent variables and many rows: a search of some of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import fit
+from pyro_implicit.fitting import FitPolicy, passes
+from pyro_implicit.fitting.policy import ManyRowsPolicy
+from pyro_implicit.guides import AutoImplicit, AutoMixture
+
+QUIET = {"seed": 0, "progress": False}
+NUM_ROWS, DIM = 1200, 4
+POLICY = ManyRowsPolicy(num_starts=2, search_rounds=1, num_pilot=300)
+QUICK = FitPolicy(many_rows=POLICY)
+
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(NUM_ROWS, 1, generator=generator)
+    x = common + torch.randn(NUM_ROWS, DIM, generator=generator) * torch.logspace(-1.5, 0, DIM)
+    return x, x.sum(-1) + torch.randn(NUM_ROWS, generator=generator)
+
+
+def linear(x, y):
+    weights = pyro.sample("weights", dist.Normal(torch.zeros(DIM), 3.0).to_event(1))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ weights, 1.0), obs=y)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return fit(linear, "auto", *data(), policy=QUICK, **QUIET)
+
+
+def test_a_correlated_posterior(found):
+    """Exact draws from a search of 300 rows, and what else a result of all data offers."""
+    x, y = (part.double() for part in data())
+    covariance = torch.linalg.inv(x.mT @ x + torch.eye(DIM).double() / 9)
+    draws, sds = found.sample(8000)["weights"].double(), covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - covariance @ (x.mT @ y)) / sds).abs().max() < 0.05
+    torch.testing.assert_close(draws.mT.cov() / sds.outer(sds), covariance / sds.outer(sds),
+                               atol=0.06, rtol=0)  # fmt: skip
+    assert isinstance(found.guide, AutoImplicit) and found.chosen == "gaussian"
+    assert [stage.name for stage in found.stages] == ["search", "gaussian", "correct"]
+    assert found.stages[0].outcome == "1 mode of 300 rows"
+    assert re.fullmatch(r"\d evaluations of 1200 rows", found.stages[1].outcome)
+    assert found.num_modes == 1 and not found.minibatches
+    assert found.diagnose(num_samples=500).verdict == "trust"
+
+
+def test_modes_of_different_weight():
+    r"""The rows determine theta^2, and the prior how much of the mass has which sign."""
+    generator = torch.Generator().manual_seed(1)
+    y = 0.3 + torch.randn(NUM_ROWS, generator=generator)
+
+    def square(y):
+        theta = pyro.sample("theta", dist.Normal(0.5, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(theta**2, 1.0), obs=y)
+
+    policy = replace(QUICK, many_rows=replace(POLICY, num_starts=12))
+    result = fit(square, "auto", y, policy=policy, **QUIET)
+    assert isinstance(result.guide, AutoMixture) and len(result.stages) == 3
+    grid = torch.linspace(-2, 2, 40_001).double()
+    log_prob = -0.5 * (grid - 0.5) ** 2 - 0.5 * NUM_ROWS * (grid**2 - y.double().mean()) ** 2
+    shares = log_prob.softmax(0)
+    positive = shares[grid > 0].sum().item()
+    theta = result.sample(8000)["theta"].double()
+    assert (theta > 0).double().mean().item() == pytest.approx(positive, abs=0.02)
+    expected = (shares * grid)[grid > 0].sum() / positive
+    assert theta[theta > 0].mean().item() == pytest.approx(expected.item(), abs=2e-3)
+
+
+def test_rows_that_depend_on_each_other_are_searched_together():
+    steps = torch.randn(NUM_ROWS, generator=torch.Generator().manual_seed(2))
+
+    def series(y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("steps", len(y) - 1):
+            pyro.sample("y", dist.Normal(slope * y[:-1], 1.0), obs=y[1:])
+
+    result = fit(series, "auto", steps, policy=QUICK, **QUIET)
+    assert result.stages[0].name == "search" and "rows" not in result.stages[0].outcome
+    before, after = steps[:-1].double(), steps[1:].double()
+    precision = before.square().sum() + 1
+    slope = result.sample(4000)["slope"].double()
+    assert (slope.mean() - (before @ after) / precision).abs() < 0.1 * precision.rsqrt()
+
+
+def test_uneven_weights_lead_to_chains():
+    """The stages after the search begin at its modes, and search no more."""
+    strict = replace(POLICY, near_normal=1.0, max_khat=-1e9)
+    result = fit(linear, "auto", *data(), policy=replace(QUICK, many_rows=strict), **QUIET)
+    names = [stage.name for stage in result.stages]
+    assert names[:4] == ["search", "gaussian", "correct", "gaussian"] and names.count("search") == 1
+    assert result.draws is None and result.modes is not None and result.num_modes == 1
+
+
+def test_chains_that_are_asked_for_follow():
+    result = fit(linear, "auto", *data(), refine=True, policy=QUICK, **QUIET)
+    assert result.refined is not None and result.draws is None
+
+
+def test_a_limit_that_ends_before_the_weights(monkeypatch):
+    """The draws are those of the Gaussian; a warning and the verdict say so."""
+    monkeypatch.setattr(passes, "is_late", lambda limit, like: like.ndim == 2)  # not in the climb
+    with pytest.warns(UserWarning, match="max_seconds left no time for importance weights"):
+        result = fit(linear, "auto", *data(), policy=QUICK, **QUIET)
+    assert not result.draws.settled
+    assert result.diagnose(num_samples=200, num_transitions=0).verdict != "trust"
+
+
+def test_a_spike_is_left_to_the_other_stages():
+    """Groups whose means are equal: the density rises without bound as their scale goes to 0."""
+    generator = torch.Generator().manual_seed(4)
+    group = torch.arange(NUM_ROWS) % 5
+    y = torch.randn(NUM_ROWS // 5, 5, generator=generator)
+    y = (y - y.mean(0)).flatten()
+
+    def groups(group, y):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        with pyro.plate("groups", 5):
+            effects = pyro.sample("effects", dist.Normal(0.0, scale))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(effects[..., group], 1.0), obs=y)
+
+    result = fit(groups, "auto", group, y, policy=QUICK, **QUIET)
+    assert result.stages[1].outcome.endswith("not converged") and result.draws is None
+    assert result.refined is not None
+
+
+def test_hopeless_weights_are_few(monkeypatch):
+    """Chains follow without the weights of more draws."""
+    hopeless = replace(POLICY, near_normal=1.0, least_promising=1.0)
+    result = fit(linear, "auto", *data(), policy=replace(QUICK, many_rows=hopeless), **QUIET)
+    assert result.stages[2].outcome.startswith("32 weights") and result.draws is None
