@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of ``fit``, and the processes that run it together."""
+"""Checks of the arguments of ``fit``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ from pyro_implicit.nn.bayesian import has_priors
 from pyro_implicit.nn.models import unfit_layers
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.processes import num_processes
 from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = [
     "LOCAL_VALIDATION",
     "Amortize",
-    "any_process",
-    "common_seed",
-    "is_first",
-    "mean_over_processes",
-    "num_processes",
     "quiet_about_frozen",
     "refuse_amortizing",
     "refuse_length",
@@ -179,48 +175,6 @@ def refuse_amortizing(guide: Any, refine: Any) -> None:
             "refine moves draws of all latents, but with amortize= some latents belong to the rows "
             "of one minibatch. Cure: refine=False"
         )
-
-
-def num_processes() -> int:
-    """Return the number of processes, 1 without ``torch.distributed.init_process_group``."""
-    ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if ready else 1
-
-
-def common_seed() -> int:
-    """Draw a seed, the same in all processes."""
-    seed = torch.randint(2**31, ())
-    if num_processes() > 1:
-        distributed.broadcast(seed, 0)
-    return int(seed)
-
-
-def any_process(condition: bool, device: torch.device) -> bool:
-    """Return whether a condition holds in any process, so that all of them decide alike.
-
-    :param device: a device from which the backend can send.
-    """
-    return mean_over_processes(float(condition), device) > 0
-
-
-def is_first() -> bool:
-    """Return whether this process shows progress."""
-    return num_processes() == 1 or distributed.get_rank() == 0
-
-
-def mean_over_processes(
-    value: float, device: torch.device | str = "cpu", weight: float = 1.0
-) -> float:
-    """Return the weighted mean of a value over processes, so that all of them decide alike.
-
-    :param device: a device from which the backend can send.
-    :param weight: the weight of this process, for instance its number of rows.
-    """
-    if num_processes() == 1:
-        return value
-    total = torch.tensor([weight * value, weight], dtype=torch.float64, device=device)
-    distributed.all_reduce(total)
-    return (total[0] / total[1]).item()
 
 
 def refuse_processes(batch: tuple, refine: bool) -> None:

@@ -16,7 +16,6 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.candidates import exact_guide, frame_of_draws
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import (
@@ -33,6 +32,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
+from pyro_implicit.runtime.processes import any_process, common_seed, num_processes
 from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["fit_by_passes"]

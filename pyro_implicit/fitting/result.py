@@ -32,7 +32,7 @@ from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.diagnostics.policy import EFFORT, ComparePolicy, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Function, Quantities
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
-from pyro_implicit.fitting.arguments import common_seed, num_processes, refuse_unfit_guide
+from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import (
     Learnt,
@@ -53,6 +53,7 @@ from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
+from pyro_implicit.runtime.processes import common_seed, num_processes
 from pyro_implicit.runtime.progress import Stage, new_stage
 from pyro_implicit.runtime.sites import unplated_as_events
 

@@ -24,12 +24,6 @@ from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.model import SubsampledError, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.scales import DataScales, trace_once
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import (
-    any_process,
-    is_first,
-    mean_over_processes,
-    num_processes,
-)
 from pyro_implicit.fitting.checkpoint import (
     load_checkpoint,
     loss_of_processes,
@@ -53,6 +47,12 @@ from pyro_implicit.runtime.global_state import (
 )
 from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.processes import (
+    any_process,
+    is_first,
+    mean_over_processes,
+    num_processes,
+)
 from pyro_implicit.runtime.progress import Callback, new_stage, watch, watching
 from pyro_implicit.runtime.sites import is_counted, is_data
 
