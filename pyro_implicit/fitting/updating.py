@@ -32,7 +32,7 @@ from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import refuse_string, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Stage, new_stage, watching
@@ -51,11 +51,14 @@ __all__ = ["JointPrior", "fit_update", "log_prob_of", "normal_mixture", "posteri
 LogProb = Callable[[dict[str, Tensor]], Tensor]
 
 
+@in_turn
+@with_seed
 def posterior_as_prior(
     posterior: Any,
     model: Callable[..., Any],
     *args: Any,
     sites: Collection[str] | None = None,
+    seed: int | None = None,
     policy: UpdatePolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -93,6 +96,8 @@ def posterior_as_prior(
     :param sites: the sites of the joint prior. By default all continuous latent sites that the
         posterior and the model have in common, except those that belong to rows of the data: sites
         in a plate of an observation. ``print`` names sites that only one of them has.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param policy: the numbers of draws and components.
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: the prior. ``prior(model)`` is the model with this prior.
