@@ -428,11 +428,11 @@ def fit_update(
     :param earlier: the ``Fit`` of the earlier data; the other arguments are those of ``update``.
     :returns: the ``Fit`` of the new data.
     """
-    policy = (options.get("policy") or earlier.policy).update
-    limit, seed = TimeLimit(options.get("max_seconds")), options.get("seed")
-    quiet = functools.partial(watching, False, options.get("callbacks", ()))
+    policy = (options["policy"] or earlier.policy).update
+    limit, seed, batches = TimeLimit(options["max_seconds"]), options["seed"], options["batches"]
+    quiet = functools.partial(watching, False, options["callbacks"])
     with seeded(seed), quiet(), new_stage("prior") as line:
-        first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
+        first = () if batches is None else BatchStream(batches).probed[0]
         prior, log_prob = _prior_and_density(
             earlier, model, (*args, *first), model_kwargs or {}, sites, policy
         )
@@ -443,7 +443,7 @@ def fit_update(
     stages: list[Stage] = []
     for number in range(policy.num_moves + 1):
         own = {**options, "max_seconds": limit.seconds()}
-        if number and own.get("checkpoint") is not None:
+        if number and own["checkpoint"] is not None:
             own["checkpoint"] = Path(own["checkpoint"], f"moved-{number}")
         result = earlier._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **own)
         stages += [line, *result.stages]
