@@ -34,6 +34,7 @@ from pyro_implicit.density.model import (
     DiscreteSum,
     Model,
     SubsampledError,
+    UnfitModelError,
     compute_log_prob,
     refuse_subsampling,
     restore_priors,
@@ -149,12 +150,15 @@ class InitialRun:
         :param model: the model with the sum.
         :param values: the values of this run, by site.
         :raises ValueError: if the model cannot be enumerated, naming the sites.
+        :raises UnfitModelError: if the sites of the sum have different scales.
         """
         if self.discrete is None:
             return
         try:
             with poutine.block(), pyro.validation_enabled(False):
                 model.run(values)
+        except UnfitModelError:  # which names its own cure
+            raise
         except Exception as error:
             names = ", ".join(f"'{name}'" for name in sorted(self.discrete.names))
             raise ValueError(

@@ -225,6 +225,9 @@ class Fit(Printed):
     ) -> dict[str, Tensor]:
         """Draw from the posterior: refined or corrected draws if available, else from the guide.
 
+        For sites of ``pyro.deterministic``, use ``Predictive(model, guide=result.posterior, ...)``
+        (:doc:`/howto/predict`).
+
         :param num_samples: the number of draws; refined draws repeat only after all were returned.
         :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
         :param corrected: whether to resample two effective draws of a guide with an exact density
