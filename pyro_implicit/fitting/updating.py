@@ -22,6 +22,7 @@ from torch.distributions.constraints import Constraint
 
 from pyro_implicit.density import Target
 from pyro_implicit.density.bijections import with_small_shares
+from pyro_implicit.density.checks.observations import explain
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
@@ -102,7 +103,7 @@ def posterior_as_prior(
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: the prior. ``prior(model)`` is the model with this prior.
     :raises ValueError: for a site that the posterior or the model lacks, or that has another shape
-        or support in the model; for no common site; for too few draws.
+        or support in the model; for no common site; for too few draws; for data without rows.
     :raises TypeError: for ``sites`` that are a string.
     :raises ImportError: without scikit-learn.
     """
@@ -125,7 +126,11 @@ def _prior_and_density(
         draws = draw(source, policy.num_samples, *old_args, **old_kwargs)
     else:
         draws = samples_of(source, "earlier")
-    trace = trace_model(model, args, kwargs)
+    try:
+        trace = trace_model(model, args, kwargs)
+    except Exception as error:  # of the model; raised again, with the argument that is to blame
+        found = explain(error, model, args, kwargs)
+        raise found from (None if found is error else error)
     names, others = _shared_sites(trace, draws, sites)
     supports = {name: trace.nodes[name]["fn"].support for name in names}
     shared = {name: draws[name] for name in names}

@@ -263,6 +263,12 @@ def test_update_has_the_options_of_fit_and_their_defaults() -> None:
     assert [own[one].default for one in shared] == [options[one].default for one in shared]
 
 
+def test_new_data_without_rows_are_named() -> None:
+    first = Fit(guide=StoredDraws({"x": torch.randn(100)}), source=(conjugate, (), {}))
+    with pytest.raises(ValueError, match="argument 1 has no rows.*Cure: data of at least one row"):
+        first.update(conjugate, torch.zeros(0), progress=False)
+
+
 def test_a_site_that_a_model_observes_has_no_joint_prior() -> None:
     prior = JointPrior.of_draws({"x": torch.randn(100)}, {"x": dist.constraints.real})
 
