@@ -127,7 +127,7 @@ class InitialRun:
                 ):
                     model = poutine.trace(without_sequential_plates(self.model))
                     return restore_priors(model.get_trace(*self.args, **self.kwargs))
-            except Exception as error:
+            except Exception as error:  # of the model; raised below if no start works
                 first_error = first_error or error
         assert first_error is not None
         found = explain(first_error, self.model, self.args, self.kwargs)
@@ -159,7 +159,7 @@ class InitialRun:
                 model.run(values)
         except UnfitModelError:  # which names its own cure
             raise
-        except Exception as error:
+        except Exception as error:  # of a model that does not broadcast, of many kinds
             names = ", ".join(f"'{name}'" for name in sorted(self.discrete.names))
             raise ValueError(
                 f"the discrete latents {names} cannot be summed out, as the model raises "
@@ -211,7 +211,7 @@ class InitialRun:
                     found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
                     discrete.collapse(found)
             self._refuse_coupled(discrete)
-        except Exception as error:
+        except Exception as error:  # of a model that does not broadcast, of many kinds
             return first_line(error)
         return ""
 

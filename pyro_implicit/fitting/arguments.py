@@ -131,13 +131,13 @@ def _refuse_unfit_guide(
         guide_trace = trace_guide(guide, args, kwargs)
         with seeded(0), torch.no_grad(), poutine.block():
             model_trace = poutine.trace(model).get_trace(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # of guide or model, of any kind
         found = explain(error, model, args, kwargs)
         if found is not error:
             raise found from error
         if guide_trace is None:
             raise
-        return  # the model fails at this draw of its prior
+        return  # the model fails at this draw of its prior; the training raises other errors
     refuse_other_guide(guide, model_trace, guide_trace)
     if isinstance(loss, (Trace_ELBO, TraceEnum_ELBO)) and not isinstance(loss, ImplicitELBO):
         _refuse_missing_sum(loss, model_trace, guide_trace)
@@ -257,7 +257,7 @@ def refuse_training_mode(model: Any, args: tuple, kwargs: dict[str, Any]) -> Non
         layer.register_forward_pre_hook(partial(note, fault)) for layer, fault in layers.items()
     ]
     try:
-        if hooks:
+        if hooks:  # errors of the model itself are raised when it is fitted
             with seeded(0), torch.no_grad(), poutine.block(), suppress(Exception):
                 poutine.trace(model).get_trace(*args, **kwargs)
     finally:

@@ -24,7 +24,7 @@ from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.bijections import on_one_turn
-from pyro_implicit.density.model import SubsampledError, trace_model
+from pyro_implicit.density.model import IMPOSSIBLE, SubsampledError, trace_model
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
@@ -268,7 +268,8 @@ class Fit(Printed):
     def _site_plates(self) -> dict[str, SitePlates]:
         """The plates of the sites; of the guide's sites if the model cannot run on all data."""
         trace = getattr(self.guide, "prototype_trace", None)
-        with suppress(Exception), seeded(0):  # draws outside of plates need none
+        # Without all data, or at an impossible draw of the prior: draws may need no plates.
+        with suppress(TypeError, *IMPOSSIBLE), seeded(0):
             args, kwargs = self._of_all_data()
             trace = trace_model(self.source[0], args, kwargs)
         return {} if trace is None else SitePlates.of(trace)
