@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import with_seed
-from pyro_implicit.runtime.sites import is_data, is_flat
+from pyro_implicit.runtime.sites import is_data, is_flat, without_data
 
 __all__ = [
     "ArvizExport",
@@ -184,7 +184,7 @@ def model_groups(
         density = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
         groups["log_likelihood"] = chains(density.log_likelihood(draws, observed))
     # If Predictive needs a draw for shapes, it gets the first one: priors may be flat.
-    replica = poutine.uncondition(model)
+    replica = without_data(model)
     shapes = {name: trace.nodes[name]["value"].shape for name in (*observed, *latents)}
     if posterior_predictive:
         predictive = Predictive(poutine.condition(replica, one), draws, return_sites=observed)

@@ -56,6 +56,19 @@ def sizes(tree):
     }
 
 
+def test_deterministic_sites_in_plates_are_computed():
+    def model(y):
+        mean = pyro.sample("mean", dist.Normal(y.new_zeros(()), 2.0))
+        with pyro.plate("rows", len(y)):
+            line = pyro.deterministic("line", mean + torch.arange(6.0, dtype=y.dtype))
+            pyro.sample("y", dist.Normal(line, 1e-9), obs=y)
+
+    tree = stored(50, model=model).to_datatree(20, posterior_predictive=True, prior=7)
+    for group, latents in (("posterior_predictive", "posterior"), ("prior_predictive", "prior")):
+        gaps = torch.tensor(tree[group]["y"].values - tree[latents]["mean"].values[..., None])
+        torch.testing.assert_close(gaps, torch.arange(6.0).expand_as(gaps), check_dtype=False)
+
+
 def test_groups_of_a_guide():
     found = stored(50).to_datatree(20, log_likelihood=True, posterior_predictive=True, prior=7)
     assert sizes(found) == {

@@ -11,11 +11,19 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoNormal
 
 from pyro_implicit import compare, diagnose, simulation_based_calibration
-from pyro_implicit.fitting import Fit, Schedule, fit_simulator, log_evidence, train
+from pyro_implicit.fitting import (
+    Fit,
+    Schedule,
+    fit_simulator,
+    log_evidence,
+    posterior_as_prior,
+    train,
+)
 from pyro_implicit.fitting.policy import SimulatorPolicy
+from pyro_implicit.mcmc import teach
 from pyro_implicit.runtime.global_state import seeded, stream_positions
 from tests.test_public_api import public_api
 
@@ -68,6 +76,16 @@ def trained(**seed):
         return guide.median(Y)["x"].detach()
 
 
+def taught(**seed):
+    with pyro.get_param_store().scope():
+        guide = AutoLowRankMultivariateNormal(model, rank=1)  # Adam, not the moments
+        with seeded(0):
+            guide(Y)
+        draws = {"x": torch.linspace(3.0, 5.0, 100)}
+        teach(guide, draws, Y, num_steps=3, batch_size=10, **QUIET, **seed)
+        return guide.loc.detach()
+
+
 CALLS = {
     "diagnose": lambda **seed: (
         diagnose(
@@ -106,6 +124,10 @@ CALLS = {
     "Fit.summary": lambda **seed: result().summary(50, **seed)["mean"].item(),
     "log_evidence": lambda **seed: log_evidence(result(), **seed).value,
     "train": trained,
+    "teach": taught,
+    "posterior_as_prior": lambda **seed: (
+        posterior_as_prior(normal_guide(), model, Y, **seed).density.mean
+    ),
 }
 
 

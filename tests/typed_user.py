@@ -59,6 +59,7 @@ def by_fit(x: Tensor, y: Tensor, path: Path) -> str:
     result: Fit = fit(model, "auto", x, y, seed=0, checkpoint=path)
     result.save(path)
     verdict: str = result.diagnose(num_samples=500, modes=None).verdict
+    result = result.update(model, x, y, num_steps=500, seed=0)
     error: float = result.compare(result.sample(100), num_samples=100).floor_ratio
     refined = refine(model, result.guide, x, y, max_seconds=10.0)
     ratio: float = compare(model, result.guide, refined.get_samples(), x, y).floor_ratio

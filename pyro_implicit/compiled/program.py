@@ -477,7 +477,7 @@ def compile_graph(
         with same_streams(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about its own internals
             run([tensor.clone() for tensor in inputs])
-    except Exception as error:
+    except Exception as error:  # of torch and of compilers, of many kinds
         raise CompilerError(first_line(error)) from error
     return run
 

@@ -50,7 +50,7 @@ def replayed(run: Function, graph: fx.Graph, inputs: Sequence[Tensor]) -> Functi
     try:
         with torch.cuda.device(device), torch.no_grad():
             return _Replay(run, inputs)
-    except RuntimeError:
+    except RuntimeError:  # of an operation that cannot be captured, or of memory
         return run
     finally:
         torch.cuda.set_rng_state(state, device)

@@ -34,6 +34,7 @@ from pyro_implicit.density.model import (
     DiscreteSum,
     Model,
     SubsampledError,
+    UnfitModelError,
     compute_log_prob,
     refuse_subsampling,
     restore_priors,
@@ -126,7 +127,7 @@ class InitialRun:
                 ):
                     model = poutine.trace(without_sequential_plates(self.model))
                     return restore_priors(model.get_trace(*self.args, **self.kwargs))
-            except Exception as error:
+            except Exception as error:  # of the model; raised below if no start works
                 first_error = first_error or error
         assert first_error is not None
         found = explain(first_error, self.model, self.args, self.kwargs)
@@ -149,13 +150,16 @@ class InitialRun:
         :param model: the model with the sum.
         :param values: the values of this run, by site.
         :raises ValueError: if the model cannot be enumerated, naming the sites.
+        :raises UnfitModelError: if the sites of the sum have different scales.
         """
         if self.discrete is None:
             return
         try:
             with poutine.block(), pyro.validation_enabled(False):
                 model.run(values)
-        except Exception as error:
+        except UnfitModelError:  # which names its own cure
+            raise
+        except Exception as error:  # of a model that does not broadcast, of many kinds
             names = ", ".join(f"'{name}'" for name in sorted(self.discrete.names))
             raise ValueError(
                 f"the discrete latents {names} cannot be summed out, as the model raises "
@@ -207,7 +211,7 @@ class InitialRun:
                     found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
                     discrete.collapse(found)
             self._refuse_coupled(discrete)
-        except Exception as error:
+        except Exception as error:  # of a model that does not broadcast, of many kinds
             return first_line(error)
         return ""
 

@@ -426,7 +426,7 @@ class DiscreteSum:
         """Return the trace with one factor for the sum.
 
         :param trace: trace of the enumerated model.
-        :raises ValueError: if the sites in the sum have different scales (of minibatches).
+        :raises UnfitModelError: if the sites in the sum have different scales (of minibatches).
         """
         minibatches = {n: site for n, site in trace.nodes.items() if site_is_subsample(site)}
         trace = prune_subsample_sites(trace)
@@ -516,7 +516,7 @@ def _symbols(term: Any) -> str:
 def _common(scales: dict[str, Tensor]) -> Tensor:
     """Return the packed scale of all sites.
 
-    :raises ValueError: if they have different ones.
+    :raises UnfitModelError: if they have different ones.
     """
     values = {value for scale in scales.values() for value in scale.unique().tolist()}
     first, *others = scales.values()
@@ -524,10 +524,11 @@ def _common(scales: dict[str, Tensor]) -> Tensor:
         return pack(first.flatten()[0], {})
     if any(_symbols(first) != _symbols(one) or not first.equal(one) for one in others):
         shown = {name: scale.unique().tolist() for name, scale in scales.items()}
-        raise ValueError(
+        raise UnfitModelError(
             f"sites {sorted(scales)} are summed over discrete latents, but have different scales "
             f"({shown}), as if they belonged to different minibatches. Cure: all data at once, "
-            "or discrete latents in the subsampled plate alone"
+            "discrete latents in the subsampled plate alone, or one poutine.scale for all these "
+            "sites"
         )
     return first
 

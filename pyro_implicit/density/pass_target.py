@@ -16,6 +16,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import num_rows
+from pyro_implicit.runtime.processes import from_first, num_processes
 
 __all__ = ["Part", "PassTarget", "RowsTarget", "WholeTarget"]
 
@@ -134,7 +135,7 @@ class PassTarget(Target):
                 rows = slice(first, first + at_once)
                 self._add(sums[rows], part, latent[rows], order)
         self.num_passes += 1
-        if distributed.is_available() and distributed.is_initialized():
+        if num_processes() > 1:
             distributed.all_reduce(sums)
             distributed.all_reduce(counts)
         weight, units, evaluations = counts.tolist()
@@ -155,17 +156,6 @@ class PassTarget(Target):
             if order > 1:
                 hessian = hessian_products(score, latent, torch.eye(dim).to(latent))
                 sums[:, 1 + dim :] += hessian.movedim(0, -2).flatten(1)
-
-
-def from_first(values: Tensor) -> Tensor:
-    """Return the values of the first process, for all processes."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return values
-    size = torch.tensor(values.shape, device=values.device)
-    distributed.broadcast(size, 0)
-    found = values.new_empty(size.tolist()) if distributed.get_rank() else values.contiguous()
-    distributed.broadcast(found, 0)
-    return found
 
 
 class RowsTarget(PassTarget):

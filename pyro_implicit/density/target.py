@@ -701,8 +701,7 @@ class Target:
             raise ValueError(
                 f"the log-likelihood of single observations of site '{lost[0]}' is not known, "
                 "because it depends on discrete latents, which are summed out together with it. "
-                "Cure: a distribution that sums them by itself, such as MixtureSameFamily, or "
-                "leave out log_likelihood"
+                "Cure: a distribution that sums them by itself, such as MixtureSameFamily"
             )
 
         def read(trace: Trace) -> dict[str, Tensor]:

@@ -176,7 +176,7 @@ def _serve(
             own, error = _part(number, *part), ""
             try:
                 _write(results, own, score(rows[own]))
-            except BaseException as found:
+            except BaseException as found:  # the parent waits for an answer, whatever happens
                 error = first_line(found)
             pipe.send(error)
 

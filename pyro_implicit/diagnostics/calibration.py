@@ -25,7 +25,7 @@ from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table
-from pyro_implicit.runtime.sites import is_flat
+from pyro_implicit.runtime.sites import is_flat, without_data
 
 __all__ = [
     "Calibration",
@@ -243,7 +243,7 @@ def simulation_trace(
     :raises ValueError: for a flat prior or a factor.
     """
     with poutine.block(), _RefuseImproper():
-        drawn = poutine.condition(poutine.uncondition(model), dict(given or {}))
+        drawn = poutine.condition(without_data(model), dict(given or {}))
         return poutine.trace(drawn).get_trace(*args, **kwargs)
 
 
@@ -255,12 +255,8 @@ def _simulate(
     truth: dict[str, Tensor] = {}
     data: dict[str, Tensor] = {}
     for name, site in trace.nodes.items():
-        if (
-            site["type"] != "sample"
-            or site_is_subsample(site)
-            or site["infer"].get("_deterministic")
-        ):
-            continue
+        if site["type"] != "sample" or site_is_subsample(site) or site["is_observed"]:
+            continue  # observed ones are computed by the model
         (data if site["infer"].get("was_observed") else truth)[name] = site["value"]
     for sites, kind in ((truth, "latents"), (data, "observed sites")):
         if not sites:

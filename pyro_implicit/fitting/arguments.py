@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of ``fit``, and the processes that run it together."""
+"""Checks of the arguments of ``fit``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ from pyro_implicit.nn.bayesian import has_priors
 from pyro_implicit.nn.models import unfit_layers
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.processes import num_processes
 from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = [
     "LOCAL_VALIDATION",
     "Amortize",
-    "any_process",
-    "common_seed",
-    "is_first",
-    "mean_over_processes",
-    "num_processes",
     "quiet_about_frozen",
     "refuse_amortizing",
     "refuse_length",
@@ -135,13 +131,13 @@ def _refuse_unfit_guide(
         guide_trace = trace_guide(guide, args, kwargs)
         with seeded(0), torch.no_grad(), poutine.block():
             model_trace = poutine.trace(model).get_trace(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # of guide or model, of any kind
         found = explain(error, model, args, kwargs)
         if found is not error:
             raise found from error
         if guide_trace is None:
             raise
-        return  # the model fails at this draw of its prior
+        return  # the model fails at this draw of its prior; the training raises other errors
     refuse_other_guide(guide, model_trace, guide_trace)
     if isinstance(loss, (Trace_ELBO, TraceEnum_ELBO)) and not isinstance(loss, ImplicitELBO):
         _refuse_missing_sum(loss, model_trace, guide_trace)
@@ -179,48 +175,6 @@ def refuse_amortizing(guide: Any, refine: Any) -> None:
             "refine moves draws of all latents, but with amortize= some latents belong to the rows "
             "of one minibatch. Cure: refine=False"
         )
-
-
-def num_processes() -> int:
-    """Return the number of processes, 1 without ``torch.distributed.init_process_group``."""
-    ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if ready else 1
-
-
-def common_seed() -> int:
-    """Draw a seed, the same in all processes."""
-    seed = torch.randint(2**31, ())
-    if num_processes() > 1:
-        distributed.broadcast(seed, 0)
-    return int(seed)
-
-
-def any_process(condition: bool, device: torch.device) -> bool:
-    """Return whether a condition holds in any process, so that all of them decide alike.
-
-    :param device: a device from which the backend can send.
-    """
-    return mean_over_processes(float(condition), device) > 0
-
-
-def is_first() -> bool:
-    """Return whether this process shows progress."""
-    return num_processes() == 1 or distributed.get_rank() == 0
-
-
-def mean_over_processes(
-    value: float, device: torch.device | str = "cpu", weight: float = 1.0
-) -> float:
-    """Return the weighted mean of a value over processes, so that all of them decide alike.
-
-    :param device: a device from which the backend can send.
-    :param weight: the weight of this process, for instance its number of rows.
-    """
-    if num_processes() == 1:
-        return value
-    total = torch.tensor([weight * value, weight], dtype=torch.float64, device=device)
-    distributed.all_reduce(total)
-    return (total[0] / total[1]).item()
 
 
 def refuse_processes(batch: tuple, refine: bool) -> None:
@@ -303,7 +257,7 @@ def refuse_training_mode(model: Any, args: tuple, kwargs: dict[str, Any]) -> Non
         layer.register_forward_pre_hook(partial(note, fault)) for layer, fault in layers.items()
     ]
     try:
-        if hooks:
+        if hooks:  # errors of the model itself are raised when it is fitted
             with seeded(0), torch.no_grad(), poutine.block(), suppress(Exception):
                 poutine.trace(model).get_trace(*args, **kwargs)
     finally:

@@ -28,7 +28,6 @@ from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
     LOCAL_VALIDATION,
     Amortize,
-    num_processes,
     quiet_about_frozen,
     refuse_amortizing,
     refuse_length,
@@ -82,6 +81,7 @@ from pyro_implicit.runtime.messages import (
     warn_user,
 )
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.processes import num_processes
 from pyro_implicit.runtime.progress import Callback
 
 __all__ = ["fit"]

@@ -13,10 +13,10 @@ from pyro.infer import Trace_ELBO
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_implicit.fitting.arguments import num_processes
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
+from pyro_implicit.runtime.processes import num_processes
 
 __all__ = [
     "load_checkpoint",

@@ -14,7 +14,6 @@ from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.fitting.arguments import common_seed, num_processes
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import OnePass, PassStages, count_modes, pilot_modes
 from pyro_implicit.fitting.result import Fit
@@ -25,6 +24,7 @@ from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.ops.quadrature import NormalRule, normal_rule
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.processes import common_seed, num_processes
 
 __all__ = ["fit_hierarchy"]
 

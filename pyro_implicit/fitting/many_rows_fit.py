@@ -15,12 +15,12 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.row_pilot import find_pilot, rows_of
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import num_processes
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.runtime.processes import num_processes
 
 __all__ = ["fit_many_rows"]
 

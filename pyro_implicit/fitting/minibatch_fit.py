@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import any_process, common_seed, num_processes
 from pyro_implicit.fitting.candidates import exact_guide, frame_of_draws
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import (
@@ -33,6 +32,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
+from pyro_implicit.runtime.processes import any_process, common_seed, num_processes
 from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["fit_by_passes"]
@@ -56,15 +56,26 @@ def fit_by_passes(stages: Stages, target: Target, refine: Literal["auto"] | bool
     if model_parameters(target):  # the density does not determine them
         return False
     with seeded(common_seed(), target.init_loc.device):  # all processes decide alike
-        return _fit(stages, target, refine)
+        found = _search(stages, target)
+        if found is not None:
+            _set_result(stages, found, refine)
+        return found is not None
 
 
-def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool:
-    result, policy = stages.result, stages.policy.minibatch
-    assert stages.batches is not None
-    stream = OnePass(stages.batches)
-    whole, modes, reason = None, None, ""
-    with result.attempt("search") as line:
+class _Search(NamedTuple):
+    """The posterior of the first rows and its modes, and the posterior of all rows."""
+
+    pilot: RowsTarget
+    modes: Modes
+    whole: RowsTarget
+
+
+def _search(stages: Stages, target: Target) -> _Search | None:
+    """Search for the modes of the first rows; None if passes over all rows fail or are too slow."""
+    policy, batches, is_slow = stages.policy.minibatch, stages.batches, False
+    assert batches is not None
+    with stages.result.attempt("search") as line:
+        stream = OnePass(batches)
         parts = _read(stream, policy)
         rows = RowsTarget(target, parts or stream)
         pilot = rows.with_batches(_first_rows(rows, policy))
@@ -73,12 +84,21 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
         candidates: list[Batches] = [parts or stream]
         if parts and num_processes() == 1:  # an error of one process would stop the others
             candidates.insert(0, _joined(parts, policy.joined_rows))
-        whole, reason = _first_sound(rows, stream, candidates, modes, stages)
-        if whole is None:
-            line.outcome += f"; {reason}: a guide is trained by minibatches instead"
-    if whole is None or modes is None:
-        _warn_of_training(stages.batches, reason)
-        return False
+        points = torch.stack([modes.loc[0], modes.loc[0] + modes.scale_tril[0].sum(-1)])
+        whole, noise = _first_sound(rows, stream, candidates, points, policy.max_noise)
+        is_slow = whole is not None and _is_too_slow(whole, points, stages)
+        if whole is not None and not is_slow:
+            return _Search(pilot, modes, whole)
+        reason = NO_TIME if is_slow else f"two passes differ by {noise:.2g} nats"
+        line.outcome += f"; {reason}: a guide is trained by minibatches instead"
+    _warn_of_training(batches, is_slow)
+    return None
+
+
+def _set_result(stages: Stages, search: _Search, refine: Literal["auto"] | bool) -> None:
+    """Climb to the modes of all rows, weigh the draws of their Gaussians, and run chains."""
+    result, policy = stages.result, stages.policy.minibatch
+    pilot, modes, whole = search
     passes = PassStages(stages, whole, policy, "the latent variables")
     with result.stage("gaussian") as line:
         whole.num_passes = 0
@@ -89,8 +109,8 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
             count = f"{whole.num_passes} passes over {whole.num_units} rows"
             line.outcome = f"{count}{passes.note}"
         result.num_modes, result.modes, result.passes = len(modes.loc), modes.loc, whole
-        if target.subsampled is not None:
-            name, _, full_size = target.subsampled
+        if whole.subsampled is not None:
+            name, _, full_size = whole.subsampled
             passes.warn_of_missing(name, full_size)
         _use(stages, modes)
     draws, weights = passes.weigh(modes)
@@ -109,13 +129,12 @@ def _fit(stages: Stages, target: Target, refine: Literal["auto"] | bool) -> bool
     if stages.held_out is not None:
         score = stages.held_out(result.posterior)
         result.stages[-1].outcome += f"; held-out NLL {score:.4g}"
-    return True
 
 
-def _warn_of_training(batches: BatchStream, reason: str) -> None:
+def _warn_of_training(batches: BatchStream, is_slow: bool) -> None:
     """Warn that no passes are made, if that may surprise the user."""
     why = ""
-    if reason == NO_TIME:
+    if is_slow:
         why = f"{NO_TIME}. Cure: a larger max_seconds"
     elif getattr(batches.batches, "drop_last", False):
         why = "with drop_last=True each pass leaves out other rows, so passes do not determine the "
@@ -212,15 +231,18 @@ def _join(batches: list[tuple]) -> tuple:
 
 
 def _first_sound(
-    target: RowsTarget, stream: OnePass, candidates: list[Batches], modes: Modes, stages: Stages
-) -> tuple[RowsTarget | None, str]:
-    """Return the log-density of the first candidate that another pass confirms, or why none does.
+    target: RowsTarget,
+    stream: OnePass,
+    candidates: list[Batches],
+    points: Tensor,
+    max_noise: float,
+) -> tuple[RowsTarget | None, float]:
+    """Return the log-density of the first candidate that another pass confirms, if any does, and
+    the difference of the passes in nats.
 
     Passes differ if a loader draws or changes rows, or a model draws random numbers; joined
     minibatches differ if the model treats rows differently or depends on their number.
     """
-    policy, noise = stages.policy.minibatch, math.inf
-    points = torch.stack([modes.loc[0], modes.loc[0] + modes.scale_tril[0].sum(-1)])
 
     def rise(batches: Batches) -> tuple[float, RowsTarget]:
         found = target.with_batches(batches)
@@ -228,10 +250,11 @@ def _first_sound(
         return high - low, found
 
     expected, _ = rise(stream)
+    noise = math.inf
     for batches in candidates:
         with suppress(*IMPOSSIBLE):
             value, found = rise(batches)
             noise = abs(value - expected)
-            if noise <= policy.max_noise:
-                return (None, NO_TIME) if _is_too_slow(found, points, stages) else (found, "")
-    return None, f"two passes differ by {noise:.2g} nats"
+            if noise <= max_noise:
+                return found, noise
+    return None, noise

@@ -169,10 +169,11 @@ def _train_ensemble(
     members: int,
     time_share: float,
     guide: AutoEnsemble | None = None,
-) -> None:
+) -> bool:
     """Train on the rows that are not held out, until the ensemble predicts the others best.
 
     :param guide: a trained ensemble whose training continues.
+    :returns: whether the training ended before that.
     """
     policy, whole = stages.policy.network, (stages.trained, stages.args, stages.kwargs)
     if rows is not None:
@@ -201,6 +202,7 @@ def _train_ensemble(
                 interval=policy.score_interval,
             )
         stages.train_alone(name, guide, loss, time_share, num_steps=steps, lr_factor=lr_factor)
+        return stages.held_out is not None and stages.held_out.is_rising
     finally:
         stages.trained, stages.args, stages.kwargs = whole
         stages.held_out = stages.batches = None
@@ -213,10 +215,15 @@ def _train_longer(stages: Stages, rows: HeldOutRows) -> None:
     trained = [*guide.parameters(), *rows.model.parameters()]
     best = [one.detach().clone() for one in trained]
     try:
-        _train_ensemble(stages, rows.model, rows, guide.num_members, 1.0, guide)
+        is_rising = _train_ensemble(stages, rows.model, rows, guide.num_members, 1.0, guide)
         _score(stages, rows.model, rows.held, guide.get_samples())
         before, after = (held_out[name].log_prob.mean() for name in ("ensemble", LONGER))
         is_better = bool(after > before)
+        if is_better and is_rising and stages.limit.is_over():
+            warn_user(
+                "max_seconds ended the training of the networks while the score of held-out rows "
+                "was still rising. Cure: a larger max_seconds"
+            )
     finally:
         result.chosen = "ensemble"
         if not is_better:

@@ -14,7 +14,6 @@ from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.pass_target import PassTarget
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import any_process, num_processes
 from pyro_implicit.fitting.policy import PassPolicy
 from pyro_implicit.fitting.refinement import affordable_chains, patience_of
 from pyro_implicit.fitting.stages import Stages
@@ -29,6 +28,7 @@ from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.processes import any_process, num_processes
 
 __all__ = ["OnePass", "PassStages", "count_modes", "is_late", "pilot_modes"]
 

@@ -19,11 +19,12 @@ from pyro.infer import ELBO
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.bijections import on_one_turn
-from pyro_implicit.density.model import SubsampledError, trace_model
+from pyro_implicit.density.model import IMPOSSIBLE, SubsampledError, trace_model
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
@@ -32,7 +33,7 @@ from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.diagnostics.policy import EFFORT, ComparePolicy, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Function, Quantities
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, model_groups, quiet_arviz
-from pyro_implicit.fitting.arguments import common_seed, num_processes, refuse_unfit_guide
+from pyro_implicit.fitting.arguments import Amortize, refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import (
     Learnt,
@@ -53,7 +54,8 @@ from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
-from pyro_implicit.runtime.progress import Stage, new_stage
+from pyro_implicit.runtime.processes import common_seed, num_processes
+from pyro_implicit.runtime.progress import Callback, Stage, new_stage
 from pyro_implicit.runtime.sites import unplated_as_events
 
 __all__ = ["Fit"]
@@ -223,6 +225,9 @@ class Fit(Printed):
     ) -> dict[str, Tensor]:
         """Draw from the posterior: refined or corrected draws if available, else from the guide.
 
+        For sites of ``pyro.deterministic``, use ``Predictive(model, guide=result.posterior, ...)``
+        (:doc:`/howto/predict`).
+
         :param num_samples: the number of draws; refined draws repeat only after all were returned.
         :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
         :param corrected: whether to resample two effective draws of a guide with an exact density
@@ -263,7 +268,8 @@ class Fit(Printed):
     def _site_plates(self) -> dict[str, SitePlates]:
         """The plates of the sites; of the guide's sites if the model cannot run on all data."""
         trace = getattr(self.guide, "prototype_trace", None)
-        with suppress(Exception), seeded(0):  # draws outside of plates need none
+        # Without all data, or at an impossible draw of the prior: draws may need no plates.
+        with suppress(TypeError, *IMPOSSIBLE), seeded(0):
             args, kwargs = self._of_all_data()
             trace = trace_model(self.source[0], args, kwargs)
         return {} if trace is None else SitePlates.of(trace)
@@ -336,13 +342,30 @@ class Fit(Printed):
             line.outcome = f"{result.draws.num_draws:,} draws of all latent variables"
         return result
 
+    @in_turn
     def update(
         self,
         model: Callable[..., Any],
         *args: Any,
         sites: Collection[str] | None = None,
+        batches: Iterable[Any] | None = None,
+        epochs: int | None = None,
+        validation: Iterable[Any] | None = None,
+        amortize: Amortize | None = None,
+        num_steps: int | None = None,
+        lr: float = 0.01,
+        num_particles: int = 128,
+        refine: Literal["auto"] | bool = "auto",
+        max_seconds: float | None = None,
+        num_workers: int | None = None,
+        seed: int | None = None,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 500,
+        compile: CompileMode = "auto",
+        progress: bool = True,
+        callbacks: Iterable[Callback] = (),
+        policy: FitPolicy | None = None,
         model_kwargs: dict[str, Any] | None = None,
-        **options: Any,
     ) -> Fit:
         """Fit new data, with this posterior as the prior.
 
@@ -364,9 +387,10 @@ class Fit(Printed):
         :param args: its arguments: only the new data.
         :param sites: the sites that keep what is known of them; see
             :func:`~pyro_implicit.fitting.posterior_as_prior`, which also lists the errors.
+        :param batches: as for :func:`~pyro_implicit.fit`, like all arguments without a description
+            here.
         :param model_kwargs: keyword arguments of the model.
-        :param options: options of :func:`~pyro_implicit.fit`, such as ``seed``, ``max_seconds`` and
-            ``batches``.
+        :raises TypeError: for an argument of another name.
         :raises ValueError: also for latent variables whose supports depend on others.
         :returns: the result of ``fit``. Its first stage tells how close the prior is to this
             posterior, by k-hat and effective sample size of importance weights (unknown if the
@@ -379,6 +403,25 @@ class Fit(Printed):
                 "other latents. Cure: fit and update the model pyro.poutine.reparam(model, "
                 f"{{'{self.supports[0]}': pyro_implicit.SupportReparam()}})"
             )
+        options: dict[str, Any] = {
+            "batches": batches,
+            "epochs": epochs,
+            "validation": validation,
+            "amortize": amortize,
+            "num_steps": num_steps,
+            "lr": lr,
+            "num_particles": num_particles,
+            "refine": refine,
+            "max_seconds": max_seconds,
+            "num_workers": num_workers,
+            "seed": seed,
+            "checkpoint": checkpoint,
+            "checkpoint_every": checkpoint_every,
+            "compile": compile,
+            "progress": progress,
+            "callbacks": callbacks,
+            "policy": policy,
+        }
         with self._same_in_all_processes():
             return fit_update(self, model, args, sites, model_kwargs, options)
 

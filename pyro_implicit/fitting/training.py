@@ -24,12 +24,6 @@ from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.model import SubsampledError, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.scales import DataScales, trace_once
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import (
-    any_process,
-    is_first,
-    mean_over_processes,
-    num_processes,
-)
 from pyro_implicit.fitting.checkpoint import (
     load_checkpoint,
     loss_of_processes,
@@ -53,6 +47,12 @@ from pyro_implicit.runtime.global_state import (
 )
 from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.processes import (
+    any_process,
+    is_first,
+    mean_over_processes,
+    num_processes,
+)
 from pyro_implicit.runtime.progress import Callback, new_stage, watch, watching
 from pyro_implicit.runtime.sites import is_counted, is_data
 
@@ -507,13 +507,18 @@ class HeldOut:
         if self.interval is not None:
             step = min(self.interval * epoch, self.num_steps)  # a limit of time ends an interval
             place = f"the best held-out score after {step} steps"
-            return place + ", still rising" * (epoch == len(self.scores))
+            return place + ", still rising" * self.is_rising
         return f"held-out NLL {score:.4g} at epoch {epoch}, the best of {len(self.scores)}"
 
     @property
     def best_epoch(self) -> int:
         """The epoch or interval with the best score, counted from 1."""
         return 1 + min(range(len(self.scores)), key=self.scores.__getitem__)
+
+    @property
+    def is_rising(self) -> bool:
+        """Whether the last epoch or interval has the best score."""
+        return self.best_epoch == len(self.scores)
 
     def judge(self, guide: Callable[..., Any], parameters: Mapping[str, Tensor]) -> bool:
         """Score an epoch.
@@ -523,7 +528,7 @@ class HeldOut:
         """
         score = self(guide)
         self.scores.append(score if math.isfinite(score) else math.inf)
-        if self.best_epoch == len(self.scores):
+        if self.is_rising:
             self.best = {name: value.detach().clone() for name, value in parameters.items()}
         return len(self.scores) - self.best_epoch >= self._policy.patience
 

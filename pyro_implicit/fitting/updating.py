@@ -22,6 +22,7 @@ from torch.distributions.constraints import Constraint
 
 from pyro_implicit.density import Target
 from pyro_implicit.density.bijections import with_small_shares
+from pyro_implicit.density.checks.observations import explain
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
@@ -32,7 +33,7 @@ from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import refuse_string, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Stage, new_stage, watching
@@ -51,11 +52,14 @@ __all__ = ["JointPrior", "fit_update", "log_prob_of", "normal_mixture", "posteri
 LogProb = Callable[[dict[str, Tensor]], Tensor]
 
 
+@in_turn
+@with_seed
 def posterior_as_prior(
     posterior: Any,
     model: Callable[..., Any],
     *args: Any,
     sites: Collection[str] | None = None,
+    seed: int | None = None,
     policy: UpdatePolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -93,11 +97,13 @@ def posterior_as_prior(
     :param sites: the sites of the joint prior. By default all continuous latent sites that the
         posterior and the model have in common, except those that belong to rows of the data: sites
         in a plate of an observation. ``print`` names sites that only one of them has.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param policy: the numbers of draws and components.
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: the prior. ``prior(model)`` is the model with this prior.
     :raises ValueError: for a site that the posterior or the model lacks, or that has another shape
-        or support in the model; for no common site; for too few draws.
+        or support in the model; for no common site; for too few draws; for data without rows.
     :raises TypeError: for ``sites`` that are a string.
     :raises ImportError: without scikit-learn.
     """
@@ -120,7 +126,11 @@ def _prior_and_density(
         draws = draw(source, policy.num_samples, *old_args, **old_kwargs)
     else:
         draws = samples_of(source, "earlier")
-    trace = trace_model(model, args, kwargs)
+    try:
+        trace = trace_model(model, args, kwargs)
+    except Exception as error:  # of the model; raised again, with the argument that is to blame
+        found = explain(error, model, args, kwargs)
+        raise found from (None if found is error else error)
     names, others = _shared_sites(trace, draws, sites)
     supports = {name: trace.nodes[name]["fn"].support for name in names}
     shared = {name: draws[name] for name in names}
@@ -423,11 +433,11 @@ def fit_update(
     :param earlier: the ``Fit`` of the earlier data; the other arguments are those of ``update``.
     :returns: the ``Fit`` of the new data.
     """
-    policy = (options.get("policy") or earlier.policy).update
-    limit, seed = TimeLimit(options.get("max_seconds")), options.get("seed")
-    quiet = functools.partial(watching, False, options.get("callbacks", ()))
+    policy = (options["policy"] or earlier.policy).update
+    limit, seed, batches = TimeLimit(options["max_seconds"]), options["seed"], options["batches"]
+    quiet = functools.partial(watching, False, options["callbacks"])
     with seeded(seed), quiet(), new_stage("prior") as line:
-        first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
+        first = () if batches is None else BatchStream(batches).probed[0]
         prior, log_prob = _prior_and_density(
             earlier, model, (*args, *first), model_kwargs or {}, sites, policy
         )
@@ -438,7 +448,7 @@ def fit_update(
     stages: list[Stage] = []
     for number in range(policy.num_moves + 1):
         own = {**options, "max_seconds": limit.seconds()}
-        if number and own.get("checkpoint") is not None:
+        if number and own["checkpoint"] is not None:
             own["checkpoint"] = Path(own["checkpoint"], f"moved-{number}")
         result = earlier._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **own)
         stages += [line, *result.stages]
@@ -486,6 +496,8 @@ def normal_mixture(
     for number in policy.components:
         if number * (dim + 1) > len(learnt):
             break
+        if log_prob is not None and number * (dim + 1) * (dim + 2) > policy.num_matched:
+            break  # more parameters than points, of which half are held out
         found = _most_likely(learnt, number)
         if log_prob is None:
             gain = found.log_prob(held_out) - best.log_prob(held_out)

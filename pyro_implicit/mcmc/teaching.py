@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
 from pyro_implicit.mcmc.policy import TEACHING, TeachPolicy
-from pyro_implicit.runtime.global_state import in_turn
+from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.progress import new_stage, watch, watching
 from pyro_implicit.runtime.sites import unconstrained
 
@@ -43,6 +43,7 @@ class Taught:
 
 
 @in_turn
+@with_seed
 def teach(
     guide: Callable[..., Any],
     draws: Mapping[str, Tensor],
@@ -50,6 +51,7 @@ def teach(
     num_steps: int = 500,
     lr: float = 0.01,
     batch_size: int = 128,
+    seed: int | None = None,
     progress: bool = True,
     policy: TeachPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
@@ -89,6 +91,8 @@ def teach(
         have not become likelier for 150 steps.
     :param lr: Adam's learning rate, which suits a guide of unit scale.
     :param batch_size: draws at each step.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param progress: whether to show a bar.
     :param policy: sizes of the training and validation sets and the patience; by default those of
         :class:`~pyro_implicit.mcmc.TeachPolicy`.

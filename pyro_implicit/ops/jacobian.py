@@ -405,7 +405,7 @@ def hessian_products(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a missing rule, and a slow loop instead
             return torch.func.vmap(product)(seeds)
-    except RuntimeError:
+    except RuntimeError:  # of vmap; the loop raises other errors again
         pass
     try:
         return torch.stack([product(seed) for seed in seeds])

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services for all other rooms: sites, output, the state of the process, minibatches, files."""
+"""Services for all other folders: sites, output, global state, processes, minibatches, files."""
 
 __all__: list[str] = []

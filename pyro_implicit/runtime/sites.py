@@ -17,6 +17,7 @@ from pyro.nn import PyroModule
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.uncondition_messenger import UnconditionMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Independent, biject_to, constraints
@@ -50,6 +51,7 @@ __all__ = [
     "unmasked_elements",
     "unplated_as_events",
     "unplated_dims",
+    "without_data",
     "without_event",
     "without_mask",
     "without_sequential_plates",
@@ -155,6 +157,34 @@ def is_data(site: Site, factors: bool = True) -> bool:
     if site["infer"].get("_deterministic") or masks_all and isinstance(fn.base_dist, Delta):
         return False
     return factors or not isinstance(fn, Unit)
+
+
+class _RedrawData(UnconditionMessenger):
+    def _pyro_sample(self, msg: Any) -> None:
+        if is_data(msg):
+            super()._pyro_sample(msg)
+
+
+def without_data(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model that draws its observed sites, and computes its deterministic ones.
+
+    ``poutine.uncondition`` draws these, too, from a ``Delta`` that their plates expand.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     with pyro.plate("rows", 3):
+    ...         twice = pyro.deterministic("twice", 2 * x.expand(3))
+    ...         return pyro.sample("y", dist.Normal(twice, 1.0), obs=y)
+    >>> without_data(model)(torch.zeros(3)).shape
+    torch.Size([3])
+
+    :param model: a Pyro model.
+    """
+    return _RedrawData()(model)
 
 
 def attribute_name(site: str) -> str:

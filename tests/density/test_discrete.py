@@ -142,6 +142,18 @@ def test_a_model_that_does_not_broadcast_is_refused():
         Target(model)
 
 
+def test_scales_that_differ_within_a_sum_have_a_cure_of_their_own():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        with poutine.scale(scale=3.0):
+            pyro.sample("y", dist.Normal(x + z, 1.0), obs=torch.tensor(1.0))
+
+    message = r"^sites \['y', 'z'\].*different scales.*one poutine.scale for all these sites$"
+    with pytest.raises(ValueError, match=message):
+        Target(model)
+
+
 def test_a_model_of_discrete_latents_alone():
     def model():
         z = pyro.sample("z", dist.Bernoulli(0.5))

@@ -25,7 +25,9 @@ def model(y):
     x = pyro.sample("x", dist.Normal(torch.tensor([1.0, -2.0]), 3.0).to_event(1))
     pyro.deterministic("twice", 2 * x)
     with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=y)
+        first = pyro.deterministic("first", x[0].expand(len(y)))
+        loc = torch.stack([first, x[1].expand(len(y))], -1)
+        pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y)
 
 
 def exact(scale: float = 1.0, shift: float = 0.0, num_samples: int = 99):

@@ -276,6 +276,11 @@ REFUSED = {
         TypeError,
         "diagnose() got an unexpected keyword argument 'num_sample'. Cure: num_samples=",
     ),
+    "misspelt for Fit.update": (
+        lambda: Fit(source=(two_latents, (X2, Y20), {})).update(two_latents, X2, Y20, num_step=5),
+        TypeError,
+        "update() got an unexpected keyword argument 'num_step'. Cure: num_steps=",
+    ),
     "unknown for Fit.compare": (
         lambda: Fit(source=(two_latents, (X2, Y20), {})).compare({}, zzz=5),
         TypeError,

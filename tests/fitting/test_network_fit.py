@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -16,10 +17,19 @@ from torch import nn
 
 from pyro_implicit import AutoEnsemble, fit
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, NetworkPolicy, network_fit, training
+from pyro_implicit.fitting import (
+    BudgetPolicy,
+    Fit,
+    FitPolicy,
+    HeldOut,
+    NetworkPolicy,
+    network_fit,
+    training,
+)
 from pyro_implicit.fitting.network_fit import affordable_members, is_worse, split_rows
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
+from pyro_implicit.runtime.clock import TimeLimit
 
 ROWS, DIM, NOISE = 60, 110, 0.5
 #: The cost of these networks is estimated, not measured: budgets give the same steps everywhere.
@@ -440,9 +450,13 @@ def test_fewer_rows_than_num_data_are_refused(linear):
         fit(model, "auto", x[:-1], y[:-1], progress=False)
 
 
-@pytest.mark.parametrize("falls", [False, True])
-def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, falls):
+@pytest.mark.parametrize(("falls", "is_late"), [(False, False), (True, False), (False, True)])
+def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, falls, is_late):
     """It goes on from its best step, and is better than before or stays."""
+    if is_late:
+        monkeypatch.setattr(TimeLimit, "is_over", lambda self: True)
+        monkeypatch.setattr(HeldOut, "is_rising", True)
+    warns = pytest.warns(UserWarning, match="max_seconds ended the training.*Cure: a larger max")
     original = Stages.train_alone
 
     def train_alone(self, name, guide, loss, time_share, num_steps, **options):
@@ -464,7 +478,8 @@ def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, fall
     monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
     model, x, y = linear
     policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
-    result = fit(model, "auto", x, y, max_seconds=600.0, seed=0, progress=False, policy=policy)
+    with warns if is_late else contextlib.nullcontext():
+        result = fit(model, "auto", x, y, max_seconds=600.0, seed=0, progress=False, policy=policy)
     names = [stage.name for stage in result.stages]
     assert names == ["ensemble", "mclmc, held out", "ensemble, longer"]
     scores = {name: one.log_likelihood for name, one in result.held_out.items()}

@@ -285,3 +285,17 @@ def test_another_fit_does_not_change_a_result():
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
     assert str(first.diagnose(**quick)) == expected
+
+
+def test_an_error_of_the_model_does_not_pass_for_a_lack_of_data():
+    """The posterior needs a run of the model for its plates, if the data are there."""
+
+    def model(y):
+        raise NameError("a mistake of the user")
+
+    def fitted(*args):
+        return Fit(draws=StoredDraws({"x": torch.zeros(9)}), source=(model, args, {}))
+
+    with pytest.raises(NameError, match="a mistake of the user"):
+        _ = fitted(torch.zeros(3)).posterior
+    assert fitted().posterior.samples["x"].shape == (9,)

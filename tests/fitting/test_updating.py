@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -253,6 +254,19 @@ def test_the_seed_governs_the_prior_and_leaves_the_callers_stream() -> None:
     assert torch.equal(before, torch.get_rng_state())
     means = [one.prior.density.component_distribution.loc for one in results]
     assert torch.equal(means[0], means[1])
+
+
+def test_update_has_the_options_of_fit_and_their_defaults() -> None:
+    options, own = (inspect.signature(one).parameters for one in (fit, Fit.update))
+    assert options.keys() - own.keys() == {"guide", "loss", "teach", "kwargs"}
+    shared = options.keys() & own.keys()
+    assert [own[one].default for one in shared] == [options[one].default for one in shared]
+
+
+def test_new_data_without_rows_are_named() -> None:
+    first = Fit(guide=StoredDraws({"x": torch.randn(100)}), source=(conjugate, (), {}))
+    with pytest.raises(ValueError, match="argument 1 has no rows.*Cure: data of at least one row"):
+        first.update(conjugate, torch.zeros(0), progress=False)
 
 
 def test_a_site_that_a_model_observes_has_no_joint_prior() -> None:

@@ -63,7 +63,7 @@ def blame(target: Target, points: Tensor) -> str:
     for point in points:
         try:
             trace = target.trace_at(point)
-        except Exception as error:
+        except Exception as error:  # of the model, of any kind: the clause names it
             reasons.setdefault("the model", Counter())[f"it raises {first_line(error)}"] += 1
             continue
         for name, site in trace.nodes.items():
@@ -114,7 +114,7 @@ def _reason(site: Site) -> str:
     what = "its observation" if site["is_observed"] else "its value"
     try:
         log_prob = site_log_prob(site)
-    except Exception as error:
+    except Exception as error:  # of the distribution, of any kind: the caller names it
         return first_line(error)
     is_finite, missing = log_prob.isfinite(), describe_nan(value)
     if missing and (site["is_observed"] or not is_finite.all()):
