@@ -567,6 +567,10 @@ class UpdatePolicy:
     #: Draws of the new posterior that are compared with those of the earlier one.
     num_checked: int = 5000
 
+    #: Effective sample size of the weights of the earlier density over the prior, as a share, from
+    #: which new draws stay as they are.
+    even: float = EVEN_EFFICIENCY
+
     #: Times that the prior may move to new draws that lie beyond the earlier ones. Data whose mean
     #: has moved by five standard deviations needed two.
     num_moves: int = 4

@@ -118,7 +118,9 @@ class Fit(Printed):
         components of a mixture. Corrected and refined draws are moved by random members.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
     :param extrapolated: the share of draws for which this prior is a guess: beyond all draws to
-        which it was fitted, or lost to its error if it has moved.
+        which it was fitted, or lost to its error if weights cannot correct it.
+    :param unweighted: the draws of an update before the weights of the earlier density over this
+        prior; ``diagnose`` checks them, as the target has this prior.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
@@ -149,6 +151,7 @@ class Fit(Printed):
     symmetries: Symmetries | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
     extrapolated: float = 0.0
+    unweighted: Any = field(default=None, repr=False)
     unsettled: str = ""
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
@@ -484,7 +487,7 @@ class Fit(Printed):
                 "the budgets of diagnose differ between processes, whose minibatches a pass adds "
                 "up. Cure: diagnose(model, result.posterior, x, y) with all data in one process"
             )
-        draws = self._posterior(num_samples or EFFORT.num_samples)
+        draws = self.unweighted or self._posterior(num_samples or EFFORT.num_samples)
         found = diagnose(
             self.passes or self.target,
             draws,

@@ -30,6 +30,7 @@ from pyro_implicit.diagnostics.policy import VERDICT
 from pyro_implicit.diagnostics.verdict import JOINTLY, far_from_prior
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
@@ -428,12 +429,14 @@ def fit_update(
     """Fit new data with the posterior of earlier data as the prior (:meth:`Fit.update`).
 
     If the new draws lie beyond those of the earlier posterior, the prior there was a guess. Where
-    the earlier log-density is known, the prior moves there, and the new data are fitted again.
+    the earlier log-density is known, the prior moves there, and the new data are fitted again; in
+    the end, importance weights of this density over the prior correct the draws.
 
     :param earlier: the ``Fit`` of the earlier data; the other arguments are those of ``update``.
     :returns: the ``Fit`` of the new data.
     """
     policy = (options["policy"] or earlier.policy).update
+    accepts = earlier.policy.minibatch.accepts
     limit, seed, batches = TimeLimit(options["max_seconds"]), options["seed"], options["batches"]
     quiet = functools.partial(watching, False, options["callbacks"])
     with seeded(seed), quiet(), new_stage("prior") as line:
@@ -454,10 +457,12 @@ def fit_update(
         stages += [line, *result.stages]
         with seeded(seed):
             draws = result.sample(policy.num_checked)
-        points = prior.points(draws)
+        points, weights = prior.points(draws), None
         share = prior.share_beyond(points)
-        if number and log_prob is not None:
-            share = max(share, 1 - prior.weights(points, log_prob).efficiency)
+        if log_prob is not None:
+            weights = prior.weights(points, log_prob)
+            if not accepts(weights):
+                share = max(share, 1 - weights.efficiency)
         is_last = number == policy.num_moves or limit.is_over() or result.interrupted
         if log_prob is None or is_last or share <= VERDICT.extrapolated.check:
             break
@@ -470,6 +475,14 @@ def fit_update(
     if share > VERDICT.extrapolated.check:
         warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
     result.stages[:], result.prior, result.extrapolated = stages, prior, share
+    if weights is not None and accepts(weights) and weights.efficiency < policy.even:
+        with seeded(seed), result.stage("weigh") as line:
+            line.outcome = f"draws by the earlier density over the prior: {weights}"
+            rows = weights.resample(len(points))
+            result.unweighted = result._posterior(policy.num_checked)
+            few = {name: value[rows.to(value.device)] for name, value in draws.items()}
+            result.draws = StoredDraws(few, settled=True, modes_weighed=True)
+            result.refined = result.correction = None
     return result
 
 

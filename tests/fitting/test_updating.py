@@ -491,7 +491,8 @@ def test_the_prior_moves_to_data_that_disagree(tmp_path: Path) -> None:
 def test_moves_share_the_time_and_end_when_nothing_is_lost(monkeypatch) -> None:
     first = fit(rates, "auto", torch.ones(3), seed=0, progress=False)
     limits, beyond = [], iter([1.0, 0.0, 0.0])
-    found = iter([torch.zeros(9), torch.arange(9.0), torch.zeros(9)])  # first of its own draws
+    # First of its own draws; beyond them, where the earlier density differs, and nothing is lost.
+    found = iter([torch.zeros(9), torch.zeros(9), torch.arange(9.0), torch.zeros(9)])
 
     def fit_again(*args: object, max_seconds: float, **options: object) -> Fit:
         limits.append(max_seconds)
@@ -517,3 +518,18 @@ def test_data_that_disagree_with_the_earlier_ones_are_not_trusted() -> None:
     found = far.diagnose()
     assert found.verdict == "do not trust"
     assert found.cures[0].startswith("one fit to the earlier and the new data")
+
+
+def test_weights_of_the_earlier_density_correct_the_draws() -> None:
+    """A single normal is too coarse for a posterior of rates; the exact one is a gamma density."""
+    y = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    first = fit(rates, "auto", y[:2], seed=0, progress=False)
+    coarse = UpdatePolicy(components=(), num_matched=4)
+    first.policy = replace(first.policy, update=coarse)
+    second = first.update(rates, y[2:], seed=0, progress=False)
+    assert second.stages[-1].name == "weigh" and second.refined is None
+    exact = dist.Gamma(2.0 + y.sum(), 1.0 + len(y))
+    draws, before = second.sample(5_000)["rate"], second.unweighted.samples["rate"]
+    assert abs(draws.mean() - exact.mean) < 0.08 * exact.stddev < abs(before.mean() - exact.mean)
+    assert abs(draws.std() / exact.stddev - 1) < 0.08 < abs(before.std() / exact.stddev - 1)
+    assert second.extrapolated < 0.01 and second.diagnose().verdict == "trust"
