@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import runpy
 import sys
 from collections.abc import Callable
@@ -35,10 +36,13 @@ SHORT = replace(
         patient_seconds=0.0,
     ),
     choice=replace(FitPolicy().choice, num_weighed=100),
-    correction=replace(FitPolicy().correction, num_weighed=100),
+    correction=replace(
+        FitPolicy().correction, num_weighed=100, num_weighed_again=100, least_proposals=100
+    ),
     hierarchy=HierarchyPolicy(
         num_pilot=50, num_starts=1, search_rounds=1, search_iterations=5,
         num_weighed=(32, 64), num_samples=64,
+        max_khat=math.inf, least_effective=0.0,  # tests/fitting/test_hierarchy.py runs the chains
     ),
     integration=replace(
         FitPolicy().integration, num_samples=128, least_draws=128, least_weighed=100,

@@ -19,8 +19,13 @@ from pyro_implicit.fitting import Fit
 from pyro_implicit.fitting.policy import DEFAULT as FIT
 
 Y = torch.tensor([6.0, 9.0, 4.0])
-#: A policy with fewer draws, whose weights take hardly any time.
-FEW = replace(FIT, integration=replace(FIT.integration, num_samples=1024, weigh_seconds=1e-3))
+#: A policy with fewer draws and paths, and weights that take hardly any time. Those of the second
+#: judgement, which tests/fitting/test_correction.py tests, are most of the time.
+FEW = replace(
+    FIT,
+    integration=replace(FIT.integration, num_samples=1024, weigh_seconds=1e-3, step_seconds=1e-4),
+    correction=replace(FIT.correction, num_weighed_again=2000),
+)
 
 
 def thinned(y):
