@@ -38,6 +38,7 @@ from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import (
     Learnt,
     describe,
+    first_few,
     own_parameters,
     put_back,
     warn_of_lost_modules,
@@ -937,7 +938,7 @@ class Fit(Printed):
             yield f"symmetries: {symmetries}; each draw was moved by random ones"
         target: Target | None = vars(self).get("target")
         if target is not None and target.summed_out:
-            names = ", ".join(sorted(target.summed_out))
+            names = first_few(sorted(target.summed_out, key=lambda name: (len(name), name)))
             yield f"summed out: {names}; pyro.infer.infer_discrete draws them given the draws"
         if self.interrupted:
             yield (
