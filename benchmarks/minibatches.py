@@ -59,8 +59,8 @@ def run(condition: str, num_rows: int, method: str, seed: int) -> dict[str, Any]
 
     def model(x: Tensor, y: Tensor) -> None:
         slopes = pyro.sample("slopes", dist.Normal(torch.zeros(NUM_SLOPES), 1.0).to_event(1))
-        size = len(x) if method == "all data" else num_rows
-        with pyro.plate("rows", size, subsample_size=len(x)):
+        is_part = {} if method == "all data" else {"subsample_size": len(x)}
+        with pyro.plate("rows", len(x) if method == "all data" else num_rows, **is_part):
             pyro.sample("y", dist.Normal(x @ slopes, NOISE), obs=y)
 
     batches: Any = DataLoader(TensorDataset(x, y), batch_size=100, shuffle=True)

@@ -252,7 +252,7 @@ class WholeTarget(PassTarget):
     >>> score.round(decimals=3), hessian.round(decimals=3)
     (tensor([[3.]]), tensor([[[-4.]]]))
 
-    :param target: the posterior.
+    :param target: the posterior; one in double precision gets its vectors in it.
     :param num_rows: the number of rows of its data.
     """
 
@@ -272,8 +272,12 @@ class WholeTarget(PassTarget):
         return self._whole.is_wide
 
     def _part(self, batch: tuple, is_single: bool) -> Part:
+        def log_prob(latent: Tensor) -> Tensor:
+            is_wide = self._whole.init_loc.dtype == torch.float64
+            return self._whole.log_prob(latent.double() if is_wide else latent)
+
         size = max(self._size, GROUPS.rows_of_run)
-        return Part(self._whole.log_prob, 1.0, self._size, size)
+        return Part(log_prob, 1.0, self._size, size)
 
     def _normalised(self, sums: Tensor, weight: float) -> Tensor:
         return sums / weight

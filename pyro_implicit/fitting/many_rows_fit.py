@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes
+from pyro_implicit.fitting.policy import ManyRowsPolicy
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.sampler import StoredDraws
@@ -55,7 +57,7 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     may_have_copies = len(modes.loc) > 1 or not weighs
     if may_have_copies and find_symmetries(target, stages.limit.left()):
         return None  # the search of all rows knows copies of modes
-    whole = WholeTarget(target, number)
+    whole = WholeTarget(_precise(target, modes.loc[:1], policy), number)
     passes = PassStages(stages, whole, policy, "the latent variables")
     with stages.result.stage("gaussian") as line:
         modes = passes.climb_all(modes)
@@ -78,6 +80,17 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     elif find_symmetries(target, stages.limit.left()):
         return None
     return modes
+
+
+def _precise(target: Target, point: Tensor, policy: ManyRowsPolicy) -> Target:
+    """Return the posterior in double precision if single precision rounds its height visibly."""
+    error = target.log_prob(point).abs() * torch.finfo(point.dtype).eps
+    if error > policy.rounding:
+        with suppress(Exception):  # of a model that mixes dtypes
+            wide = target.in_double()
+            if wide.log_prob(point.double()).isfinite():
+                return wide
+    return target
 
 
 def _keep(stages: Stages, draws: dict[str, Tensor], modes: Modes, weights: Any) -> None:

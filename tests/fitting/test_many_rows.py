@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from pyro_implicit import fit
-from pyro_implicit.fitting import FitPolicy, passes
+from pyro_implicit.density.pass_target import WholeTarget
+from pyro_implicit.density.target import Target
+from pyro_implicit.fitting import FitPolicy, many_rows_fit, passes
 from pyro_implicit.fitting.policy import ManyRowsPolicy
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 
@@ -142,3 +144,26 @@ def test_hopeless_weights_are_few(monkeypatch):
     hopeless = replace(POLICY, near_normal=1.0, least_promising=1.0)
     result = fit(linear, "auto", *data(), policy=replace(QUICK, many_rows=hopeless), **QUIET)
     assert result.stages[2].outcome.startswith("32 weights") and result.draws is None
+
+
+def test_heights_that_single_precision_rounds_are_computed_in_double():
+    """Sums of 1e6 nats are rounded by a tenth; the climb of a narrow posterior would stop there."""
+
+    def tall(x, y):
+        linear(x, y)
+        pyro.factor("height", torch.tensor(1e6, dtype=x.dtype))
+
+    def mixed(x, y):  # its coefficients stay in single precision
+        linear(x, y)
+        pyro.factor("height", 1e6 * (x.new_ones(1, DIM) @ torch.ones(DIM)).sum())
+
+    point = torch.zeros(1, DIM)
+    for model, dtype in ((linear, torch.float32), (tall, torch.float64), (mixed, torch.float32)):
+        target = many_rows_fit._precise(Target(model, *data()), point, POLICY)
+        assert target.init_loc.dtype == dtype
+    whole = WholeTarget(many_rows_fit._precise(Target(tall, *data()), point, POLICY), NUM_ROWS)
+    near = torch.tensor([[1e-4] * DIM])
+    rise = whole.sums(near) - whole.sums(torch.zeros(1, DIM))
+    exact = Target(linear, *(part.double() for part in data()))
+    exact = exact.log_prob(near.double()) - exact.log_prob(point.double())
+    torch.testing.assert_close(rise, exact, atol=1e-4, rtol=0)
