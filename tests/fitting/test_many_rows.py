@@ -164,6 +164,6 @@ def test_heights_that_single_precision_rounds_are_computed_in_double():
     whole = WholeTarget(many_rows_fit._precise(Target(tall, *data()), point, POLICY), NUM_ROWS)
     near = torch.tensor([[1e-4] * DIM])
     rise = whole.sums(near) - whole.sums(torch.zeros(1, DIM))
-    exact = Target(linear, *(part.double() for part in data()))
+    exact = Target(linear, *data()).in_double()
     exact = exact.log_prob(near.double()) - exact.log_prob(point.double())
     torch.testing.assert_close(rise, exact, atol=1e-4, rtol=0)
