@@ -26,7 +26,7 @@ from pyro_implicit.diagnostics.moments import (
     moment_errors,
     whiten_draws,
 )
-from pyro_implicit.diagnostics.policy import CHECKS, MOMENTS
+from pyro_implicit.diagnostics.policy import CHECKS, MOMENTS, VERDICT
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.ops import LogWeights, gaussian_entropy
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
@@ -239,7 +239,8 @@ def drift_check(
     short to reach a separate mode, or to correct the weights of modes.
 
     Moments of heavy tails are noisy, and importance weights do not see a tail without draws. The
-    check therefore counts the chains that end farther from the centre than all of many other draws.
+    check therefore counts the chains that end farther from the centre than all of many other draws,
+    by more than the sds of a good guide may be off.
     If n chains and m other draws have the posterior's distribution, the k outermost points are all
     chains with probability :math:`\binom{n}{k} / \binom{n+m}{k}`. Distances are in the frame of the
     starts, to which ends and other draws are new.
@@ -349,8 +350,13 @@ def _in_frame_of_starts(
 
 
 def _escaped(ends: Tensor, others: Tensor) -> float:
-    """Return the share of rows farther out than all others, or 0 if it may be chance."""
-    number = int((ends.square().sum(-1) > others.square().sum(-1).max()).sum())
+    """Return the share of rows farther out than all others, or 0 if it may be chance.
+
+    In many dimensions all distances are nearly equal, and grow with the standard deviations, whose
+    own check allows small errors.
+    """
+    farthest = VERDICT.sd.check**2 * others.square().sum(-1).max()
+    number = int((ends.square().sum(-1) > farthest).sum())
     total = len(ends) + len(others)
     p_value = math.prod((len(ends) - k) / (total - k) for k in range(number))
     return number / len(ends) if p_value < MOMENTS.false_alarm else 0.0

@@ -271,6 +271,16 @@ def test_a_cut_tail_fills_beyond_all_draws(seed):
     assert "refine from elsewhere" in whole.cures[0]  # chains, not a guide, are at fault
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_small_errors_of_many_sds_are_no_lost_tail(seed):
+    """In 300 dimensions 5 % in all sds move all distances by more than they vary."""
+    torch.manual_seed(seed)
+    whitened = whiten_draws(0.95 * torch.randn(830, 304))
+    log_prob = lambda u: -0.5 * u.square().sum(-1)  # noqa: E731
+    found = drift_check(whitened.first(400), log_prob, 13, others=whitened.white[400:])
+    assert found.escaped == 0.0
+
+
 def test_directions_are_tested_on_other_draws_than_they_come_from():
     """Else pure noise in many dimensions would look like an error."""
     alarms = 0
