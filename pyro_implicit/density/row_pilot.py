@@ -9,26 +9,43 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_implicit.density.cost import nearby
 from pyro_implicit.density.policy import PILOT
 from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.minibatches import num_rows
+from pyro_implicit.runtime.sites import is_data
 from pyro_implicit.runtime.trees import leaves_of, map_tree
 
-__all__ = ["find_pilot", "rows_of"]
+__all__ = ["find_pilot", "largest_num_rows"]
 
 
-def rows_of(target: Target) -> int:
+class _ScaleRows(Messenger):
+    """Scales data, and discrete latent variables of rows, as a subsampled plate does."""
+
+    def __init__(self, scale: float, num_rows: int) -> None:
+        super().__init__()
+        self._scale, self._num_rows = scale, num_rows
+
+    def _pyro_sample(self, msg: Any) -> None:
+        sizes = [frame.size for frame in msg["cond_indep_stack"]]
+        if self._num_rows in sizes or is_data(msg):
+            msg["scale"] = msg["scale"] * self._scale
+
+
+def largest_num_rows(target: Target) -> int:
     """Return the largest number of rows of a model's arguments; 0 if none has rows."""
     return max((num_rows(leaf) or 0 for leaf in leaves_of((target.args, target.kwargs))), default=0)
 
 
 def find_pilot(target: Target, number: int) -> Target | None:
-    r"""Return the posterior of random rows, if the likelihood is a product over rows.
+    r"""Return the posterior of random rows, if the likelihood factorises over rows.
 
-    Then, for any part A of the rows and the others B,
+    Each row counts N / n times, as n of N rows stand for all: the dip of the log-density between
+    two modes is as deep as that of all rows. The likelihood factorises if, for any part A of the
+    rows and the others B,
 
     .. math:: \log p(\theta, A) + \log p(\theta, B) - \log p(\theta, A \cup B) = \log p(\theta) .
 
@@ -43,9 +60,9 @@ def find_pilot(target: Target, number: int) -> Target | None:
     ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     ...     with pyro.plate("rows", len(y)):
     ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
-    >>> pilot = find_pilot(Target(model, torch.arange(9.0)), 3)
-    >>> len(pilot.args[0])
-    3
+    >>> pilot = find_pilot(Target(model, torch.ones(9)), 3)
+    >>> len(pilot.args[0]), pilot.score(torch.zeros(1, 1))[1]
+    (3, tensor([[9.]]))
     >>> def walk(y):
     ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     ...     with pyro.plate("steps", len(y) - 1):
@@ -56,29 +73,34 @@ def find_pilot(target: Target, number: int) -> Target | None:
     :param target: the posterior of all rows, which the arguments of the model hold in their first
         dimensions.
     :param number: the number of rows of the pilot.
-    :returns: the pilot; None if there are fewer than three times as many rows, if the model cannot
-        run on a part of them, or if rows depend on each other.
+    :returns: the pilot; None if there are fewer than twice as many rows, if the model cannot run on
+        a part of them, or if rows depend on each other.
     """
-    size = rows_of(target)
-    if size < 3 * number:
+    size = largest_num_rows(target)
+    if size < 2 * number:
         return None
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     order = torch.randperm(size, generator=generator, device="cpu")
-    with suppress(Exception), warnings.catch_warnings():  # any error of a model with fewer rows
+    with (
+        suppress(Exception),  # models with fewer rows may raise any
+        same_streams(target.init_loc.device),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        pilot = _of_rows(target, order[:number], size)
-        parts = [order[:number], order[number : 2 * number]]
-        if _is_product(target, parts, size):
-            pilot.log_prob(nearby(target.init_loc, 2))
-            return pilot
+        if _factorises(target, order[:number], order[number : 2 * number], size):
+            few = _of_rows(target, order[:number], size)
+            model = _ScaleRows(size / number, number)(target.model)
+            pilot = Target(model, *few.args, model_kwargs=few.kwargs, sample_discrete=True)
+            pilot.log_prob(pilot.init_loc.unsqueeze(0))
+            return pilot if pilot.shapes == target.shapes else None
     return None
 
 
-def _is_product(target: Target, parts: list[Tensor], size: int) -> bool:
-    """Return whether divisions of the rows agree on the rise of the prior."""
-    target, points, total, noise = _evaluate(target)
+def _factorises(target: Target, first: Tensor, second: Tensor, size: int) -> bool:
+    """Return whether two divisions of the rows agree on the rise of the prior."""
+    target, points, total, noise = _precise(target)
     rises = []
-    for part in parts:
+    for part in (first, second):
         some = torch.zeros(size, dtype=torch.bool)
         some[part] = True
         both = -total
@@ -88,7 +110,7 @@ def _is_product(target: Target, parts: list[Tensor], size: int) -> bool:
     return bool(((rises[0] - rises[1]).abs() <= noise).all())
 
 
-def _evaluate(target: Target) -> tuple[Target, Tensor, Tensor, float]:
+def _precise(target: Target) -> tuple[Target, Tensor, Tensor, float]:
     """Return the target, in double precision if the model allows it, three points, the
     log-densities there, and the nats by which they may be off."""
     spread = torch.linspace(-PILOT.spread, PILOT.spread, 3).to(target.init_loc)

@@ -238,6 +238,7 @@ class Target:
         """
         target = copy.copy(self)
         target.args, target.kwargs = args, kwargs
+        vars(target).pop("_seconds", None)  # of other data
         target._use(self._runs.on(args, kwargs))
         return target
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import widen_if_rounded
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.pass_target import WholeTarget
 from pyro_implicit.density.policy import MAX_DENSE_DIM
-from pyro_implicit.density.row_pilot import find_pilot, rows_of
+from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import model_parameters
@@ -33,21 +34,22 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     The stages are those of minibatches (:mod:`pyro_implicit.fitting.passes`): a search of all rows
     evaluates the log-density thousands of times, Newton steps from the modes of some rows a few
     times, and the posterior of many rows is often so close to normal that few weights suffice.
+    If a few rows hold most of the information, other rows cannot stand for them.
 
     :param target: the posterior of all rows.
-    :param weighs: whether to weigh draws, which is in vain if chains follow.
-    :returns: the modes of all rows, for further stages; None if there are few rows, or if their
-        likelihood is no product. If the weights suffice, the result has draws.
+    :param weighs: whether to weigh draws; unnecessary if chains follow.
+    :returns: the modes of all rows, for further stages; None if there are few rows, or if some of
+        them cannot stand for all. If the weights suffice, the result has draws.
     """
-    policy, number = stages.policy.many_rows, rows_of(target)
+    policy, number = stages.policy.many_rows, largest_num_rows(target)
     if number < policy.least_rows or target.latent_dim > MAX_DENSE_DIM or num_processes() > 1:
         return None
-    if model_parameters(target):
+    if model_parameters(target):  # the density does not determine them
         return None
     least = policy.pilot_per_dim * target.latent_dim
     few = min(max(policy.num_pilot, least), number // 3)
     pilot = None if few < least else find_pilot(target, few)
-    if pilot is None:
+    if pilot is None or _is_too_slow(stages, pilot):
         return None
     with stages.result.attempt("search") as line:
         modes = pilot_modes(pilot, stages, policy)
@@ -60,7 +62,7 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     whole = WholeTarget(_precise(target, modes.loc[:1], policy), number)
     passes = PassStages(stages, whole, policy, "the latent variables")
     with stages.result.stage("gaussian") as line:
-        modes = passes.climb_all(modes)
+        first, modes = modes, passes.climb_all(modes)
         line.outcome = f"{whole.num_passes} evaluations of {number} rows{passes.note}"
 
         def draw(num_draws: int) -> Tensor:
@@ -69,14 +71,17 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
 
         if not passes.note and (note := widen_if_rounded(whole, draw)):
             line.outcome += f"; {note}"
+        if not passes.note and not _agrees(first, modes, policy):
+            line.outcome += "; few rows hold the information, so that all are searched"
+            return None
     if passes.note:  # a spike of the density, such as that of a funnel at scale 0
         return None
-    stages.result.num_modes, stages.result.modes = len(modes.loc), modes.loc
+    _use(stages, modes)
     if not weighs:
         return modes
     draws, weights = passes.weigh(modes)
     if weights is None or policy.accepts(weights):
-        _keep(stages, whole.constrain(draws), modes, weights)
+        stages.result.draws = _stored(whole.constrain(draws), weights)
     elif find_symmetries(target, stages.limit.left()):
         return None
     return modes
@@ -93,17 +98,36 @@ def _precise(target: Target, point: Tensor, policy: ManyRowsPolicy) -> Target:
     return target
 
 
-def _keep(stages: Stages, draws: dict[str, Tensor], modes: Modes, weights: Any) -> None:
-    """Make draws, and the Gaussians at the modes as their guide, the result.
+def _is_too_slow(stages: Stages, pilot: Target) -> bool:
+    """Return whether the search would exceed the budget of a search."""
+    budget = stages.policy.budget
+    with suppress(Exception):  # of a model at its initial point; the search has other points
+        return budget.least_iterations * seconds_of_climb(pilot) > budget.search_seconds
+    return False
 
-    :param weights: those of the draws; None if time ended them.
-    """
+
+def _agrees(few: Modes, modes: Modes, policy: ManyRowsPolicy) -> bool:
+    """Return whether the best Gaussians of some and of all rows have similar widths."""
+    ratios = torch.linalg.solve_triangular(modes.scale_tril[0], few.scale_tril[0], upper=False)
+    return bool((torch.linalg.svdvals(ratios).log().abs() < math.log(policy.max_ratio)).all())
+
+
+def _use(stages: Stages, modes: Modes) -> None:
+    """Make the Gaussians at the modes the guide of the result."""
     result, guide = stages.result, stages.exact_guide(modes)
     if isinstance(guide, AutoMixture):
         guide.log_weights = modes.elbo.log_softmax(0)
     result.guide, result.chosen = guide, "gaussian"
+    result.num_modes, result.modes = len(modes.loc), modes.loc
+
+
+def _stored(draws: dict[str, Tensor], weights: Any) -> StoredDraws:
+    """Store draws in random order.
+
+    :param weights: those of the draws; None if time ended them.
+    """
     order = torch.randperm(len(next(iter(draws.values()))))  # Sobol points are evenly spaced
-    result.draws = StoredDraws(
+    return StoredDraws(
         {name: value[order.to(value.device)] for name, value in draws.items()},
         settled=weights is not None,
         modes_weighed=True,

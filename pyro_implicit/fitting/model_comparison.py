@@ -298,7 +298,9 @@ def pointwise_of(name: str, result: Fit) -> Pointwise:
             target, number = result.target, DECISIONS.num_draws
             few = result.draws_by_chain(number)
             refuse_point(few)
-            is_cheap = result.refined is not None or result.correction is not None
+            is_cheap = not (
+                result.refined is None and result.correction is None and result.draws is None
+            )
             if is_cheap and target.is_vectorized:
                 sites = observed_sites(target, {name: value[0] for name, value in few.items()})
                 size = sum(int(site.used.sum()) for site in sites.values())

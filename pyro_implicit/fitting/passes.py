@@ -156,7 +156,7 @@ class PassStages:
                 share = f"effective sample size {found.efficiency:.1%}"
                 line.outcome = f"moments by {few} weights, {share}"
                 return _moved(draws, points, found.smoothed.log_weights.exp()), found
-            if found.efficiency < policy.least_promising:
+            if found.effective_sample_size < policy.least_promising:
                 line.outcome = f"{few} weights: {found}"
                 return draws, found
             if is_late(limit, draws):

@@ -633,8 +633,8 @@ class PassPolicy:
     #: and covariance: for a skewness of 0.2 it is 0.993.
     near_normal: float = EVEN_EFFICIENCY
 
-    #: Effective sample size of the first weights, as a share, below which chains are cheaper than
-    #: more weights; 0 for never.
+    #: Effective number of the first weights below which chains are cheaper than more weights; 0
+    #: for never.
     least_promising: float = 0.0
 
     #: Evaluations of all ``num_weighed``, about three seconds, up to which they are computed
@@ -687,14 +687,26 @@ class MinibatchPolicy(PassPolicy):
 
 
 @dataclass(frozen=True)
-class ManyRowsPolicy(MinibatchPolicy):
+class ManyRowsPolicy(PassPolicy):
     """Fits of all data that have many rows, with at most 100 latent variables."""
 
     #: Rows from which the search begins with a part of them.
     least_rows: int = 1000
 
-    #: Weights of a wider mixture need an effective sample size of 1,000 from 8,192 draws.
-    least_promising: float = 0.02
+    #: Paths of the search, as many as for minibatches.
+    num_starts: int = MinibatchPolicy.num_starts
+
+    #: Rows of the search, at least, and for each latent variable; a third of all, at most.
+    num_pilot: int = MinibatchPolicy.num_pilot
+    pilot_per_dim: int = MinibatchPolicy.pilot_per_dim
+
+    #: Ratio of standard deviations by some and by all rows, in any direction, beyond which a few
+    #: rows hold the information. With 100 latent variables and 5,000 rows it varies by 20 %.
+    max_ratio: float = 2.0
+
+    #: Each of the first 32 weights may be worth as much as one independent draw, so three tell
+    #: nothing. Weights of a wider mixture need 1,000 independent draws of 8,192.
+    least_promising: float = 3.0
 
 
 @dataclass(frozen=True)

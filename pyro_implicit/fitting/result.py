@@ -318,6 +318,11 @@ class Fit(Printed):
         :returns: a new result; this one does not change.
         :raises ValueError: without chains of all data.
         """
+        if self.unweighted is not None:
+            raise ValueError(
+                "weights of the earlier density have replaced the chains of this update. Cure: one "
+                "fit to the earlier and the new data, with refine=True"
+            )
         if self.marginal is not None:
             return self._refine_marginal(max_seconds, max_gradients, progress)
         chains = getattr(self.refined, "chains", None)
@@ -488,7 +493,9 @@ class Fit(Printed):
                 "the budgets of diagnose differ between processes, whose minibatches a pass adds "
                 "up. Cure: diagnose(model, result.posterior, x, y) with all data in one process"
             )
-        draws = self.unweighted or self._posterior(num_samples or EFFORT.num_samples)
+        draws = self.unweighted
+        if draws is None:
+            draws = self._posterior(num_samples or EFFORT.num_samples)
         found = diagnose(
             self.passes or self.target,
             draws,

@@ -518,7 +518,7 @@ class HeldOut:
     @property
     def is_rising(self) -> bool:
         """Whether the last epoch or interval has the best score."""
-        return self.best_epoch == len(self.scores)
+        return bool(self.scores) and self.best_epoch == len(self.scores)
 
     def judge(self, guide: Callable[..., Any], parameters: Mapping[str, Tensor]) -> bool:
         """Score an epoch.

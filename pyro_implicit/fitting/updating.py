@@ -436,7 +436,11 @@ def fit_update(
     :returns: the ``Fit`` of the new data.
     """
     policy = (options["policy"] or earlier.policy).update
-    accepts = earlier.policy.minibatch.accepts
+    weights_policy = (options["policy"] or earlier.policy).minibatch
+
+    def accepts(weights: LogWeights) -> bool:
+        return weights.efficiency > VERDICT.good_weights or weights_policy.accepts(weights)
+
     limit, seed, batches = TimeLimit(options["max_seconds"]), options["seed"], options["batches"]
     quiet = functools.partial(watching, False, options["callbacks"])
     with seeded(seed), quiet(), new_stage("prior") as line:
@@ -461,7 +465,7 @@ def fit_update(
         share = prior.share_beyond(points)
         if log_prob is not None:
             weights = prior.weights(points, log_prob)
-            if not accepts(weights):
+            if number and not accepts(weights):
                 share = max(share, 1 - weights.efficiency)
         is_last = number == policy.num_moves or limit.is_over() or result.interrupted
         if log_prob is None or is_last or share <= VERDICT.extrapolated.check:
@@ -475,15 +479,33 @@ def fit_update(
     if share > VERDICT.extrapolated.check:
         warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
     result.stages[:], result.prior, result.extrapolated = stages, prior, share
-    if weights is not None and accepts(weights) and weights.efficiency < policy.even:
-        with seeded(seed), result.stage("weigh") as line:
-            line.outcome = f"draws by the earlier density over the prior: {weights}"
-            rows = weights.resample(len(points))
-            result.unweighted = result._posterior(policy.num_checked)
-            few = {name: value[rows.to(value.device)] for name, value in draws.items()}
-            result.draws = StoredDraws(few, settled=True, modes_weighed=True)
-            result.refined = result.correction = None
+    if weights is not None and weights.efficiency < policy.even and options["amortize"] is None:
+        if accepts(weights):
+            with seeded(seed), result.stage("weigh") as line:
+                line.outcome = f"draws by the earlier density over the prior: {weights}"
+                _weigh(result, draws, weights, policy.num_checked)
+        elif not share > VERDICT.extrapolated.check:
+            result.extrapolated = 1 - weights.efficiency
+            warn_user(
+                f"the mixture of normals that is the prior is too coarse ({weights}), so that the "
+                f"posterior may be off. Cure: {JOINTLY}"
+            )
     return result
+
+
+def _weigh(result: Any, draws: dict[str, Tensor], weights: LogWeights, number: int) -> None:
+    """Resample draws of a result by their weights; its chains have the fitted prior."""
+    before = result.unweighted = result._posterior(number)
+    rows = weights.resample(len(weights))
+    result.draws = StoredDraws(
+        {name: value[rows.to(value.device)] for name, value in draws.items()},
+        settled=getattr(before, "settled", False),
+        modes_weighed=getattr(before, "modes_weighed", False),
+        doubts=getattr(before, "doubts", ()),
+        drift=getattr(before, "drift", None),
+        num_independent=weights.effective_sample_size,
+    )
+    result.refined = result.correction = None
 
 
 def normal_mixture(

@@ -145,7 +145,8 @@ class BatchStream:
 def num_rows(part: Any) -> int | None:
     """Return the rows of one part of a minibatch; None for a part without rows."""
     shape: Any = getattr(part, "shape", ())
-    return int(shape[0]) if len(shape) else None
+    # A method of distributions.
+    return int(shape[0]) if isinstance(shape, tuple) and shape else None
 
 
 def _as_tuple(batch: Any, name: str) -> tuple:

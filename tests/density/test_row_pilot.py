@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 
 from pyro_implicit.density.pass_target import WholeTarget
-from pyro_implicit.density.row_pilot import find_pilot, rows_of
+from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.target import Target
 
 NUM_ROWS, FEW = 600, 100
@@ -30,16 +30,37 @@ def rows(dtype=torch.float32):
     return x, 0.7 * x + 0.5 * noise
 
 
+def mixture(x, y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    with pyro.plate("rows", len(x)):
+        sign = pyro.sample("sign", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal((2 * sign - 1) * slope * x, noise), obs=y)
+
+
+def without_plate(x, y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    pyro.sample("y", dist.Normal(slope * x, noise).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize("model", [regression, mixture, without_plate])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_pilot_has_each_of_its_rows_once(dtype):
-    """Its log-density is that of its own rows, which are rows of the data in equal pairs."""
+def test_each_row_of_the_pilot_counts_for_many(model, dtype):
+    """Its rows are rows of the data, in equal pairs; the prior counts once."""
     data = rows(dtype)
-    pilot = find_pilot(Target(regression, *data), FEW)
+    pilot = find_pilot(Target(model, *data, sample_discrete=True), FEW)
     x, y = pilot.args
     found = {tuple(pair) for pair in torch.stack([x, y], -1).tolist()}
     assert len(found) == FEW and found <= {tuple(p) for p in torch.stack(data, -1).tolist()}
     point = torch.tensor([[0.3, -0.2]], dtype=dtype)
-    torch.testing.assert_close(pilot.log_prob(point), Target(regression, x, y).log_prob(point))
+
+    def log_prob(*part):
+        return Target(model, *part).log_prob(point)
+
+    prior = log_prob(x[:50], y[:50]) + log_prob(x[50:], y[50:]) - log_prob(x, y)
+    expected = prior + NUM_ROWS / FEW * (log_prob(x, y) - prior)
+    torch.testing.assert_close(pilot.log_prob(point), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_in_keywords_arrays_and_dicts():
@@ -57,9 +78,9 @@ def test_rows_in_keywords_arrays_and_dicts():
         Target(of_arrays, x.numpy(), np.asarray(y)),
         Target(poutine.scale(regression, 0.5), x, y),
     ):
-        assert rows_of(target) == NUM_ROWS
+        assert largest_num_rows(target) == NUM_ROWS
         pilot = find_pilot(target, FEW)
-        assert rows_of(pilot) == FEW
+        assert largest_num_rows(pilot) == FEW
 
 
 def autoregression(y):
@@ -103,7 +124,7 @@ def test_no_pilot_of_rows_that_are_no_product(model, number):
 def test_no_pilot_of_random_models_and_of_few_rows():
     target = Target.of_minibatches(random, batch=rows())
     assert find_pilot(target, FEW) is None
-    assert find_pilot(Target(regression, *rows()), NUM_ROWS // 3 + 1) is None
+    assert find_pilot(Target(regression, *rows()), NUM_ROWS // 2 + 1) is None
     assert find_pilot(Target(lambda: regression(torch.ones(2), torch.ones(2))), FEW) is None
 
 

@@ -141,7 +141,7 @@ def test_a_spike_is_left_to_the_other_stages():
 
 def test_hopeless_weights_are_few(monkeypatch):
     """Chains follow without the weights of more draws."""
-    hopeless = replace(POLICY, near_normal=1.0, least_promising=1.0)
+    hopeless = replace(POLICY, near_normal=1.0, least_promising=1e9)
     result = fit(linear, "auto", *data(), policy=replace(QUICK, many_rows=hopeless), **QUIET)
     assert result.stages[2].outcome.startswith("32 weights") and result.draws is None
 
@@ -167,3 +167,77 @@ def test_heights_that_single_precision_rounds_are_computed_in_double():
     exact = Target(linear, *data()).in_double()
     exact = exact.log_prob(near.double()) - exact.log_prob(point.double())
     torch.testing.assert_close(rise, exact, atol=1e-4, rtol=0)
+
+
+def test_modes_whose_gap_only_all_rows_would_show():
+    """Each row of the search counts for many, so that its modes are as separate as those of all."""
+    noise = torch.randn(NUM_ROWS, generator=torch.Generator().manual_seed(5))
+    y = 0.4 + 3.0 * (noise - noise.mean())
+
+    def square(y):
+        theta = pyro.sample("theta", dist.Normal(0.1, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(theta**2, 3.0), obs=y)
+
+    few = replace(POLICY, num_starts=12, num_pilot=60)
+    result = fit(square, "auto", y, policy=replace(QUICK, many_rows=few), **QUIET)
+    assert result.stages[0].outcome == "2 modes of 60 rows" and len(result.stages) == 3
+    grid = torch.linspace(-2, 2, 40_001).double()
+    log_prob = -0.5 * (grid - 0.1) ** 2 - NUM_ROWS / 18 * (grid**2 - 0.4) ** 2
+    positive = log_prob.softmax(0)[grid > 0].sum().item()
+    theta = result.sample(8000)["theta"]
+    assert (theta > 0).double().mean().item() == pytest.approx(positive, abs=0.03)
+
+
+def test_rows_that_cannot_stand_for_all_lead_to_a_search_of_all():
+    """One row, which is not in the search, holds all that is known of the second weight."""
+    x, y = data()
+    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = 0.0
+    x[order[-1], 1] = 200.0
+    result = fit(linear, "auto", x, y, policy=QUICK, **QUIET)
+    outcomes = [stage.outcome for stage in result.stages]
+    assert "few rows hold the information" in outcomes[1] and outcomes[2].startswith("1 mode, best")
+    assert result.draws is None
+
+
+def test_what_the_shortcut_leaves_to_other_stages(monkeypatch):
+    """Parameters, symmetric modes, and searches that take too long."""
+    x, y = data()
+
+    def with_parameter(x, y):
+        pyro.param("shift", torch.tensor(0.0))
+        linear(x, y)
+
+    def mirrored(x, y):
+        weights = pyro.sample("weights", dist.Normal(torch.zeros(DIM), 3.0).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal((x @ weights).abs(), 1.0), obs=y.abs())
+
+    assert fit(mirrored, "auto", x, y, policy=QUICK, **QUIET).symmetries
+    monkeypatch.setattr(many_rows_fit, "seconds_of_climb", lambda pilot: 1e6)
+    searched = fit(linear, "auto", x, y, policy=QUICK, **QUIET)
+    assert searched.stages[0].outcome.startswith("1 mode, best")
+    monkeypatch.undo()
+    options = {"num_steps": 20, "policy": QUICK, **QUIET}
+    learnt = fit(with_parameter, "auto", x, y, **options)
+    assert "parameters" in [stage.name for stage in learnt.stages]
+
+
+def test_draws_of_the_shortcut_are_in_random_order(found):
+    """Evenly spaced points share their digits: the mean of each sixteenth would be exact."""
+    draws = found.draws.samples["weights"]
+    means = draws.unflatten(0, (16, -1)).mean(1)
+    spread = means.std(0) / draws.std(0) * (len(draws) / 16) ** 0.5
+    assert spread.min() > 0.4
+
+
+def test_arguments_may_be_distributions():
+    def model(prior, y):
+        mean = pyro.sample("mean", prior)
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    y = torch.ones(NUM_ROWS)
+    result = fit(model, "auto", dist.Normal(0.0, 1.0), y, policy=QUICK, **QUIET)
+    assert result.sample(2000)["mean"].mean().item() == pytest.approx(1.0, abs=0.01)

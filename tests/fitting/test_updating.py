@@ -36,6 +36,7 @@ from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.fitting.updating import log_prob_of, normal_mixture
 from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.ops import LogWeights
 
 
@@ -520,16 +521,39 @@ def test_data_that_disagree_with_the_earlier_ones_are_not_trusted() -> None:
     assert found.cures[0].startswith("one fit to the earlier and the new data")
 
 
-def test_weights_of_the_earlier_density_correct_the_draws() -> None:
-    """A single normal is too coarse for a posterior of rates; the exact one is a gamma density."""
+def test_weights_of_the_earlier_density_correct_the_draws(monkeypatch) -> None:
+    """A prior that is off and too wide; the exact posterior is a gamma density."""
+
+    def coarse(points: Tensor, *args: object) -> MixtureSameFamily:
+        mean, sd = points.mean(0), points.std(0)
+        normal = MultivariateNormal((mean + 0.5 * sd)[None], scale_tril=torch.diag(1.3 * sd)[None])
+        return MixtureSameFamily(Categorical(torch.ones(1)), normal)
+
     y = torch.tensor([1.0, 0.0, 0.0, 1.0])
     first = fit(rates, "auto", y[:2], seed=0, progress=False)
-    coarse = UpdatePolicy(components=(), num_matched=4)
-    first.policy = replace(first.policy, update=coarse)
+    monkeypatch.setattr(updating, "normal_mixture", coarse)
     second = first.update(rates, y[2:], seed=0, progress=False)
     assert second.stages[-1].name == "weigh" and second.refined is None
     exact = dist.Gamma(2.0 + y.sum(), 1.0 + len(y))
-    draws, before = second.sample(5_000)["rate"], second.unweighted.samples["rate"]
+    draws, before = second.sample(5_000)["rate"], draw(second.unweighted, 5_000)["rate"]
     assert abs(draws.mean() - exact.mean) < 0.08 * exact.stddev < abs(before.mean() - exact.mean)
     assert abs(draws.std() / exact.stddev - 1) < 0.08 < abs(before.std() / exact.stddev - 1)
+    assert second.draws.num_independent < 5_000
     assert second.extrapolated < 0.01 and second.diagnose().verdict == "trust"
+    with pytest.raises(ValueError, match="weights of the earlier density have replaced the chains"):
+        second.refine_more()
+
+
+def test_a_prior_that_weights_cannot_correct_is_named(monkeypatch) -> None:
+    """Draws of a prior that is much too narrow reach only a part of the earlier density."""
+
+    def narrow(points: Tensor, *args: object) -> MixtureSameFamily:
+        mean, sd = points.mean(0), points.std(0)
+        normal = MultivariateNormal(mean[None], scale_tril=torch.diag(0.2 * sd)[None])
+        return MixtureSameFamily(Categorical(torch.ones(1)), normal)
+
+    first = fit(rates, "auto", torch.ones(2), seed=0, progress=False)
+    monkeypatch.setattr(updating, "normal_mixture", narrow)
+    with pytest.warns(UserWarning, match="mixture of normals that is the prior is too coarse"):
+        second = first.update(rates, torch.ones(2), seed=0, progress=False)
+    assert second.diagnose().verdict != "trust" and second.unweighted is None
