@@ -31,7 +31,7 @@ class _ScaleRows(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         sizes = [frame.size for frame in msg["cond_indep_stack"]]
-        if self._num_rows in sizes or is_data(msg):
+        if self._num_rows in sizes or (not sizes and is_data(msg)):  # other plates are complete
             msg["scale"] = msg["scale"] * self._scale
 
 

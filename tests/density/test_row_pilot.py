@@ -63,6 +63,21 @@ def test_each_row_of_the_pilot_counts_for_many(model, dtype):
     torch.testing.assert_close(pilot.log_prob(point), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_of_another_plate_count_once():
+    def both(x, y, others):
+        regression(x, y)
+        with pyro.plate("others", len(others)):
+            pyro.sample("other", dist.Normal(0.0, 1.0), obs=others)
+
+    x, y = rows()
+    pilot = find_pilot(Target(both, x, y, torch.ones(7)), FEW)
+    alone = find_pilot(Target(regression, x, y), FEW)
+    point = torch.tensor([[0.3, -0.2]])
+    gain = pilot.log_prob(point) - alone.log_prob(point)
+    torch.testing.assert_close(gain, dist.Normal(0.0, 1.0).log_prob(torch.ones(7)).sum()[None],
+                               atol=1e-2, rtol=0)  # fmt: skip
+
+
 def test_rows_in_keywords_arrays_and_dicts():
     x, y = rows()
 
