@@ -62,6 +62,7 @@ def within(function: Callable[..., Any], **budget: Any) -> Callable[..., Any]:
 
 def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -> Any:
     """A few steps of a mean field: a search and chains have tests of their own."""
+    options = {name: value for name, value in options.items() if value is not None}  # of update
     if isinstance(guide, str) and args and has_counts(model, args):
         return fit(model, guide, *args, **options, policy=SHORT)
     if isinstance(guide, str) and "batches" not in options:
