@@ -306,13 +306,14 @@ class RoundingPolicy:
 class PilotPolicy:
     """When some rows of the data stand for all in a search."""
 
-    #: Distance of points from the initial one, in each unconstrained coordinate, between which the
-    #: log-density rises by as much as the terms of single rows.
+    #: Distance of two points from the initial one, in each unconstrained coordinate. Between such
+    #: points the terms of single rows change visibly.
     spread: float = 1.0
 
-    #: Nats by which this rise may differ between two divisions of the rows, and last bits of the
-    #: log-density if it can be evaluated in single precision only.
+    #: Nats by which the rise of the log-density may differ between two divisions of the rows.
     max_noise: float = 0.05
+
+    #: Further last bits of the log-density, if the model can only run in single precision.
     last_bits: float = 10.0
 
 

@@ -98,7 +98,7 @@ def find_pilot(target: Target, number: int) -> Target | None:
 
 def _factorises(target: Target, first: Tensor, second: Tensor, size: int) -> bool:
     """Return whether two divisions of the rows agree on the rise of the prior."""
-    target, points, total, noise = _precise(target)
+    target, points, total, noise = _wide_log_probs(target)
     rises = []
     for part in (first, second):
         some = torch.zeros(size, dtype=torch.bool)
@@ -110,7 +110,7 @@ def _factorises(target: Target, first: Tensor, second: Tensor, size: int) -> boo
     return bool(((rises[0] - rises[1]).abs() <= noise).all())
 
 
-def _precise(target: Target) -> tuple[Target, Tensor, Tensor, float]:
+def _wide_log_probs(target: Target) -> tuple[Target, Tensor, Tensor, float]:
     """Return the target, in double precision if the model allows it, three points, the
     log-densities there, and the nats by which they may be off."""
     spread = torch.linspace(-PILOT.spread, PILOT.spread, 3).to(target.init_loc)
