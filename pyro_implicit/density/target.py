@@ -207,7 +207,7 @@ class Target:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
 
-    def on(self, batch: tuple, seed: int | None = None) -> Target:
+    def on(self, batch: tuple, *, seed: int | None = None) -> Target:
         """Return the same posterior with another minibatch.
 
         :param batch: the last positional arguments of the model.

@@ -27,6 +27,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
+from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["AutoConditional"]
@@ -180,13 +181,36 @@ class AutoConditional(DrawSummaries, AutoGuide):
         points = noise_map.noise.unconstrain(noise)
         return noise_map.target.constrain(noise_map.to_latent(points))
 
+    @in_turn
+    @with_seed
     def take_moments(
-        self, draws: Mapping[str, Tensor], *args: Any, model_kwargs: dict[str, Any] | None = None
+        self,
+        draws: Mapping[str, Tensor],
+        *args: Any,
+        seed: int | None = None,
+        model_kwargs: dict[str, Any] | None = None,
     ) -> Taught:
         """Give the Gaussian the moments of the noise of draws.
 
+        **Example:**
+
+        >>> from pyro_implicit.mcmc import conditional_reparams
+        >>> from pyro.infer.autoguide import AutoNormal
+        >>> def model(y):
+        ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        ...     x = pyro.sample("x", dist.Normal(0.0, scale))
+        ...     pyro.sample("y", dist.Normal(x, 0.5), obs=y)
+        >>> y = torch.tensor(1.0)
+        >>> guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model), y))
+        >>> draws = {"scale": torch.rand(100) + 1.0, "x": torch.rand(100)}
+        >>> taught = guide.take_moments(draws, y, seed=0)
+        >>> taught.after > taught.before
+        True
+
         :param draws: posterior draws by site, ``(num_draws, *site_shape)``.
         :param args: arguments of the model.
+        :param seed: the seed of all random numbers of this call. The caller's random streams do not
+            advance; without a seed they are used.
         :param model_kwargs: keyword arguments of the model.
         """
         kwargs = model_kwargs or {}

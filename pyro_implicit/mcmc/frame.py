@@ -304,7 +304,7 @@ def _drop(
     """Average curvature times squared step over draws and minibatches, for some coordinates."""
     drops = []
     for seed, batch in enumerate(stream.probed):
-        gradient = finite_gradient(target.on(batch, seed).score)
+        gradient = finite_gradient(target.on(batch, seed=seed).score)
         start = draws[seed * len(draws) // len(stream.probed)]
         signed = step if seed % 2 else -step
         before = gradient(start.unsqueeze(0))[0]
@@ -374,7 +374,7 @@ def _information(target: Target, points: Tensor, stream: BatchStream) -> Tensor:
         return torch.zeros_like(points[0])
     each = [_Moments(points.shape[-1], points) for _ in points]
     for seed, batch in enumerate(stream.probed):
-        found = target.on(batch, seed).score(points)[1]
+        found = target.on(batch, seed=seed).score(points)[1]
         for moments, gradient in zip(each, found, strict=True):
             moments.add(gradient.unsqueeze(0))
     information = torch.stack([moments.sd().square() for moments in each]).mean(0)

@@ -195,7 +195,7 @@ class MinibatchChains(Chains):
         except RuntimeError:
             for seed, batch in enumerate(self._stream.probed):
                 where = f"minibatch {seed + 1} of those looked at first"
-                self._target.on(batch, seed).refuse_missing_data(where)
+                self._target.on(batch, seed=seed).refuse_missing_data(where)
             raise
         self.gradients += found.gradients
         choice = choose_step(found, steps, limits)
@@ -220,7 +220,7 @@ class MinibatchChains(Chains):
         assert self._anchor is not None
         rise = 0.0
         for seed, batch in enumerate(self._stream.probed[:4]):
-            target = self._target.on(batch, seed)
+            target = self._target.on(batch, seed=seed)
             before, after = (
                 target.log_prob(self.frame.to_points(white)).mean().item()
                 for white in (self._anchor, self.state.position)
@@ -274,7 +274,7 @@ class MinibatchChains(Chains):
 
     def _probe_score(self, seed: int, batch: tuple, white: Tensor) -> tuple[Tensor, Tensor]:
         """The score of another minibatch; ``seed`` is for rows that a model draws itself."""
-        return self._score_of(self._target.on(batch, seed), white)
+        return self._score_of(self._target.on(batch, seed=seed), white)
 
     def _score_of(self, target: Target, white: Tensor) -> tuple[Tensor, Tensor]:
         log_density, gradient = target.score(self.frame.to_points(white))

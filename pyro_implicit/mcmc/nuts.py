@@ -17,17 +17,21 @@ from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.posterior_draws import draw, refuse_swapped, trace_guide
+from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.messages import refuse_counts, warn_user
 
 __all__ = ["NoiseSpaceReparam", "count_folds", "warm_start", "warn_of_folds"]
 
 
+@in_turn
+@with_seed
 @torch.no_grad()
 def warm_start(
     model: Callable[..., Any],
     guide: Callable[..., Any],
     num_chains: int,
     *args: Any,
+    seed: int | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
@@ -47,13 +51,15 @@ def warm_start(
     >>> from pyro.infer.autoguide import AutoNormal
     >>> def model():
     ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
-    >>> warm_start(model, AutoNormal(model), 4)["scale"].shape
+    >>> warm_start(model, AutoNormal(model), 4, seed=0)["scale"].shape
     torch.Size([4, 3])
 
     :param model: the model that NUTS runs.
     :param guide: a fitted guide.
     :param num_chains: the same number as for :class:`~pyro.infer.mcmc.api.MCMC`.
     :param args: arguments of model and guide.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param model_kwargs: keyword arguments of model and guide whose names this function has too.
     :param kwargs: further keyword arguments of model and guide.
     :returns: unconstrained values by site, ``(num_chains, *shape)`` for several chains and

@@ -68,7 +68,7 @@ def test_rows_that_the_model_draws_are_kept_until_the_next_minibatch():
     density = Target.of_minibatches(drawing, torch.arange(50.0), batch=())
     latent, found = torch.zeros(3, 1), []
     for seed in (None, None, 1, 1):
-        density = density.on((), seed)
+        density = density.on((), seed=seed)
         before = torch.get_rng_state()
         first, again = density.log_prob(latent), density.log_prob(latent)
         assert before.equal(torch.get_rng_state())

@@ -36,6 +36,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
 )
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
 from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.sites import joined_parts
 
 __all__ = [
@@ -376,10 +377,13 @@ def dependent_sites(
     ]
 
 
+@in_turn
+@with_seed
 def conditional_reparams(
     model: Callable[..., Any],
     guide: Guide,
     *args: Any,
+    seed: int | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, ConditionalReparam]:
@@ -400,7 +404,7 @@ def conditional_reparams(
     ...         x = pyro.sample("x", dist.Normal(0.0, scale))
     ...         pyro.sample("y", dist.Normal(x, 0.5), obs=y)
     >>> y = torch.tensor([1.0, -2.0, 0.5])
-    >>> reparams = conditional_reparams(model, AutoNormal(model), y)
+    >>> reparams = conditional_reparams(model, AutoNormal(model), y, seed=0)
     >>> guide = AutoNormal(poutine.reparam(model, reparams))
     >>> sorted(guide(y))
     ['scale', 'x_noise']
@@ -409,6 +413,8 @@ def conditional_reparams(
     :param guide: a guide of the model, trained or not, or draws by site. The data's information is
         computed at the median of its draws; a rough median suffices.
     :param args: arguments of the model.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
     :param model_kwargs: keyword arguments of the model whose names this function has too.
     :param kwargs: further keyword arguments of the model.
     :returns: a map for each site whose prior depends on other latents, and for each site that the
