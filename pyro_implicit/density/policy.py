@@ -310,7 +310,11 @@ class PilotPolicy:
     #: points the terms of single rows change visibly.
     spread: float = 1.0
 
-    #: Nats by which the rise of the log-density may differ between two divisions of the rows.
+    #: Disjoint parts of the rows, each as large as the pilot, that are separated from the others:
+    #: two are the fewest that can disagree. So the data need as many rows for each of the pilot's.
+    num_parts: int = 2
+
+    #: Nats by which the rise of the log-density may differ between the divisions of the rows.
     max_noise: float = 0.05
 
     #: Further last bits of the log-density, if the model can only run in single precision.

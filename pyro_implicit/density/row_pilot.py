@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -77,7 +78,7 @@ def find_pilot(target: Target, number: int) -> Target | None:
         a part of them, or if rows depend on each other.
     """
     size = largest_num_rows(target)
-    if size < 2 * number:
+    if size < PILOT.num_parts * number:
         return None
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     order = torch.randperm(size, generator=generator, device="cpu")
@@ -87,7 +88,7 @@ def find_pilot(target: Target, number: int) -> Target | None:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        if _factorises(target, order[:number], order[number : 2 * number], size):
+        if _factorises(target, order[: PILOT.num_parts * number].split(number), size):
             few = _of_rows(target, order[:number], size)
             model = _ScaleRows(size / number, number)(target.model)
             pilot = Target(model, *few.args, model_kwargs=few.kwargs, sample_discrete=True)
@@ -96,18 +97,18 @@ def find_pilot(target: Target, number: int) -> Target | None:
     return None
 
 
-def _factorises(target: Target, first: Tensor, second: Tensor, size: int) -> bool:
-    """Return whether two divisions of the rows agree on the rise of the prior."""
+def _factorises(target: Target, parts: Sequence[Tensor], size: int) -> bool:
+    """Return whether the divisions of the rows by each part agree on the rise of the prior."""
     target, points, total, noise = _wide_log_probs(target)
     rises = []
-    for part in (first, second):
+    for part in parts:
         some = torch.zeros(size, dtype=torch.bool)
         some[part] = True
         both = -total
         for rows in (some, ~some):
             both = both + _of_rows(target, rows.nonzero()[:, 0], size).log_prob(points).double()
         rises.append(both.diff())
-    return bool(((rises[0] - rises[1]).abs() <= noise).all())
+    return all(bool(((rises[0] - rise).abs() <= noise).all()) for rise in rises[1:])
 
 
 def _wide_log_probs(target: Target) -> tuple[Target, Tensor, Tensor, float]:

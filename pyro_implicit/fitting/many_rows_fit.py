@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.checks.numerics import widen_if_rounded
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.pass_target import WholeTarget
 from pyro_implicit.density.policy import MAX_DENSE_DIM
@@ -20,7 +19,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes
 from pyro_implicit.fitting.policy import ManyRowsPolicy
-from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.fitting.stages import Stages, widen_near
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.processes import num_processes
@@ -47,7 +46,7 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     if model_parameters(target):  # the density does not determine them
         return None
     least = policy.pilot_per_dim * target.latent_dim
-    few = min(max(policy.num_pilot, least), number // 3)
+    few = min(max(policy.num_pilot, least), number // policy.least_ratio)
     pilot = None if few < least else find_pilot(target, few)
     if pilot is None or _is_too_slow(stages, pilot):
         return None
@@ -64,13 +63,8 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     with stages.result.stage("gaussian") as line:
         first, modes = modes, passes.climb_all(modes)
         line.outcome = f"{whole.num_passes} evaluations of {number} rows{passes.note}"
-
-        def draw(num_draws: int) -> Tensor:
-            noise = torch.randn(num_draws, target.latent_dim).to(modes.loc)
-            return modes.loc[0] + noise @ modes.scale_tril[0].mT
-
-        if not passes.note and (note := widen_if_rounded(whole, draw)):
-            line.outcome += f"; {note}"
+        if not passes.note:
+            line.outcome += widen_near(whole, modes)
         if not passes.note and not _agrees(first, modes, policy):
             line.outcome += "; few rows hold the information, so that all are searched"
             return None

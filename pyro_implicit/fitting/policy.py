@@ -696,9 +696,13 @@ class ManyRowsPolicy(PassPolicy):
     #: Paths of the search, as many as for minibatches.
     num_starts: int = MinibatchPolicy.num_starts
 
-    #: Rows of the search, at least, and for each latent variable; a third of all, at most.
+    #: Rows of the search, at least, and for each latent variable.
     num_pilot: int = MinibatchPolicy.num_pilot
     pilot_per_dim: int = MinibatchPolicy.pilot_per_dim
+
+    #: Rows of the data for each row of the search, at least, which limits the two numbers above: a
+    #: search of more than a third of the rows would save little. ``find_pilot`` needs two.
+    least_ratio: int = 3
 
     #: Ratio of standard deviations by some and by all rows, in any direction, beyond which a few
     #: rows hold the information. With 100 latent variables and 5,000 rows it varies by 20 %.

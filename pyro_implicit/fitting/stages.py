@@ -58,7 +58,9 @@ from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, Stage, watching
 from pyro_implicit.runtime.sites import unplated_as_events
 
-__all__ = ["NO_WEIGHTS", "Stages", "still_falls", "train_exact", "train_semi_implicit"]
+__all__ = [
+    *("NO_WEIGHTS", "Stages", "still_falls", "train_exact", "train_semi_implicit", "widen_near"),
+]
 
 
 NO_WEIGHTS = "max_seconds leaves too little time for importance weights"
@@ -324,13 +326,7 @@ class Stages:
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}"
             line.outcome += f"{' up to symmetries' if symmetries else ''}, best ELBO {best:.2f}"
-
-            def draw(number: int) -> torch.Tensor:
-                noise = torch.randn(number, target.latent_dim).to(modes.loc)
-                return modes.loc[0] + noise @ modes.scale_tril[0].mT
-
-            if note := widen_if_rounded(target, draw):
-                line.outcome += f"; {note}"
+            line.outcome += widen_near(target, modes)
         return modes
 
     def learn_parameters(self, target: Target, modes: Modes) -> bool:
@@ -481,6 +477,17 @@ class Stages:
         self.candidates.append(candidate)
         steps = f"{_steps(candidate.losses)}; " if candidate.losses else ""
         return f"{steps}bound {candidate.bound:.3f}"
+
+
+def widen_near(target: Target, modes: Modes) -> str:
+    """Call ``widen_if_rounded`` with draws of the best Gaussian; return its note after "; "."""
+    loc, factor = modes.loc[0], modes.scale_tril[0]
+
+    def draw(number: int) -> torch.Tensor:
+        return loc + torch.randn(number, len(loc)).to(loc) @ factor.mT
+
+    note = widen_if_rounded(target, draw)
+    return f"; {note}" if note else ""
 
 
 def still_falls(
