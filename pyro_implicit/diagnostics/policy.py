@@ -230,9 +230,9 @@ class VerdictPolicy:
     escaped: Thresholds = Thresholds(0.02, 0.05)
 
     #: Share of draws of an update beyond all draws to which its prior was fitted, or one minus
-    #: their effective sample size if the prior has moved. If it may not move, normal data whose
-    #: mean moved by 0 to 1.5 of their sds have at most 0.1 %, and errors up to 0.07 sd; by 2, 6 to
-    #: 20 % and 0.3 sd; by 5, all and 3 sd.
+    #: their effective sample size if weights cannot correct the prior. If the prior may not move,
+    #: normal data whose mean moved by 0 to 1.5 of their sds have at most 0.1 %, and errors up to
+    #: 0.07 sd; by 2, 6 to 20 % and 0.3 sd; by 5, all and 3 sd.
     extrapolated: Thresholds = Thresholds(0.01, 0.25)
 
     #: Effective sample size per draw from which k-hat is ignored.

@@ -31,6 +31,7 @@ __all__ = [
     "MomentCheck",
     "Verdict",
     "beyond",
+    "coarse_prior",
     "far_from_prior",
     "find_faults",
     "has_power",
@@ -64,6 +65,7 @@ class Diagnosis(Printed):
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar improper: the scales with a flat prior whose draws have no end, else empty.
     :ivar extrapolated: the share of draws for which the prior of ``Fit.update`` is a guess.
+    :ivar coarse: the share of the effective draws that an update loses to the error of this prior.
     :ivar given: the parameters of the model whose training had not settled, else empty. The draws
         are given their values.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
@@ -103,6 +105,7 @@ class Diagnosis(Printed):
     left_out: str = ""
     improper: str = ""
     extrapolated: float = 0.0
+    coarse: float = 0.0
     given: str = ""
     semi_implicit: bool = False
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
@@ -261,7 +264,8 @@ class Finding(NamedTuple):
 
 #: The reason why given draws have no weights.
 STORED = "stored draws"
-JOINTLY = "one fit to the earlier and the new data, or a model in which they may differ"
+TOGETHER = "one fit to the earlier and the new data"
+JOINTLY = f"{TOGETHER}, or a model in which they may differ"
 
 
 def far_from_prior(share: float) -> str:
@@ -269,6 +273,17 @@ def far_from_prior(share: float) -> str:
     return (
         f"the new data disagree with the earlier ones: {share:.0%} of the draws lie where the "
         "earlier posterior had none, so that the prior is a guess"
+    )
+
+
+def coarse_prior(evidence: str) -> str:
+    """Describe an update whose prior approximates the earlier posterior badly.
+
+    :param evidence: what is known of the error.
+    """
+    return (
+        f"the mixture of normals that is the prior is too coarse ({evidence}), so that the "
+        "posterior may be off"
     )
 
 
@@ -314,6 +329,8 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         yield Finding("check", found.left_out, cure)
     reason = far_from_prior(found.extrapolated)
     yield from _judge(policy.extrapolated, found.extrapolated, reason, JOINTLY)
+    reason = coarse_prior(f"weights that correct it lose {found.coarse:.0%} of the draws")
+    yield from _judge(policy.extrapolated, found.coarse, reason, TOGETHER)
     if found.given:
         reason = f"the ELBO was still rising when the training of {found.given} ended"
         yield Finding("check", reason, "fit with more num_steps or a larger lr, or give it a prior")

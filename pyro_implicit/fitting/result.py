@@ -119,7 +119,9 @@ class Fit(Printed):
         components of a mixture. Corrected and refined draws are moved by random members.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
     :param extrapolated: the share of draws for which this prior is a guess: beyond all draws to
-        which it was fitted, or lost to its error if weights cannot correct it.
+        which it was fitted.
+    :param coarse: the share of the effective draws that is lost to the error of this prior, if
+        weights cannot correct it where it is no guess.
     :param unweighted: the draws of an update before the weights of the earlier density over this
         prior; ``diagnose`` checks them, as the target has this prior.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
@@ -152,6 +154,7 @@ class Fit(Printed):
     symmetries: Symmetries | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
     extrapolated: float = 0.0
+    coarse: float = 0.0
     unweighted: Any = field(default=None, repr=False)
     unsettled: str = ""
     policy: FitPolicy = field(default=DEFAULT, repr=False)
@@ -398,6 +401,8 @@ class Fit(Printed):
             :func:`~pyro_implicit.fitting.posterior_as_prior`, which also lists the errors.
         :param batches: as for :func:`~pyro_implicit.fit`, like all arguments without a description
             here.
+        :param policy: of the prior and of the new fit; by default that of this result. All other
+            arguments have the defaults of ``fit``, not those of the call that made this result.
         :param model_kwargs: keyword arguments of the model.
         :raises TypeError: for an argument of another name.
         :raises ValueError: also for latent variables whose supports depend on others.
@@ -479,10 +484,15 @@ class Fit(Printed):
             "progress": progress,
             "policy": policy,
         }
+        known_faults: dict[str, Any] = {
+            "extrapolated": self.extrapolated,
+            "coarse": self.coarse,
+            "given": self.unsettled,
+        }
         if self.marginal is not None and self.target.sampled:
             options |= {"modes": modes, "num_transitions": num_transitions}
             found = self.marginal.diagnose(**options)
-            return replace(found, extrapolated=self.extrapolated, given=self.unsettled)
+            return replace(found, **known_faults)
         if isinstance(modes, str) and modes == "known":
             known = None if callable(quantities) else self._known_modes
             modes = "search" if known is None else known
@@ -504,8 +514,7 @@ class Fit(Printed):
             **options,
         )
         held_out = next(reversed(self.held_out.values()), None)
-        found = replace(found, extrapolated=self.extrapolated, given=self.unsettled)
-        return replace(found, held_out=held_out)
+        return replace(found, held_out=held_out, **known_faults)
 
     def _same_in_all_processes(self) -> AbstractContextManager[None]:
         """Give all processes the same random numbers, if a pass adds up their minibatches."""

@@ -7,7 +7,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,8 +26,8 @@ from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.diagnostics.policy import VERDICT
-from pyro_implicit.diagnostics.verdict import JOINTLY, far_from_prior
-from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
+from pyro_implicit.diagnostics.verdict import JOINTLY, TOGETHER, coarse_prior, far_from_prior
+from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.ops import LogWeights
@@ -175,22 +174,24 @@ def _integrated(posterior: Any, names: set[str]) -> Target | None:
     """Return the density of some sites if all others belong to groups and can be integrated out."""
     model, args, kwargs = posterior.source
     policy = posterior.policy.hierarchy
-    with suppress(ValueError):  # the others do not belong to independent groups
+    try:
         groups = Groups(model, args, kwargs=kwargs)
-        local, everything = set(groups.sites), set(groups.target.shapes)
-        if names & local or names | local != everything:
-            return None
-        draws = posterior.sample(policy.num_weighed[0])
-        few = {name: draws[name] for name in names}
+    except ValueError:  # expected: the model has no groups, or its groups depend on each other
+        return None
+    local, everything = set(groups.sites), set(groups.target.shapes)
+    if names & local or names | local != everything:
+        return None
+    draws = posterior.sample(policy.num_weighed[0])
+    few = {name: draws[name] for name in names}
 
-        @functools.cache
-        def log_prob(rule: NormalRule) -> Tensor:
-            target = MarginalTarget(groups, [args], rule)
-            return target.log_prob(target.unconstrain(few))
+    @functools.cache
+    def log_prob(rule: NormalRule) -> Tensor:
+        target = MarginalTarget(groups, [args], rule)
+        return target.log_prob(target.unconstrain(few))
 
-        for rule, others in policy.rules(groups.num_latents):
-            if all((log_prob(one) - log_prob(rule)).std() < policy.max_shift for one in others):
-                return MarginalTarget(groups, [args], rule)
+    for rule, others in policy.rules(groups.num_latents):
+        if all((log_prob(one) - log_prob(rule)).std() < policy.max_shift for one in others):
+            return MarginalTarget(groups, [args], rule)
     return None
 
 
@@ -435,11 +436,12 @@ def fit_update(
     :param earlier: the ``Fit`` of the earlier data; the other arguments are those of ``update``.
     :returns: the ``Fit`` of the new data.
     """
-    policy = (options["policy"] or earlier.policy).update
-    weights_policy = (options["policy"] or earlier.policy).minibatch
+    settings: FitPolicy = options["policy"] or earlier.policy
+    options = {**options, "policy": settings}
+    policy = settings.update
 
     def accepts(weights: LogWeights) -> bool:
-        return weights.efficiency > VERDICT.good_weights or weights_policy.accepts(weights)
+        return weights.efficiency > VERDICT.good_weights or settings.minibatch.accepts(weights)
 
     limit, seed, batches = TimeLimit(options["max_seconds"]), options["seed"], options["batches"]
     quiet = functools.partial(watching, False, options["callbacks"])
@@ -450,7 +452,7 @@ def fit_update(
         )
         line.outcome = str(prior)
         if log_prob is not None:
-            own_points = prior.density.sample(torch.Size((earlier.policy.choice.num_weighed,)))
+            own_points = prior.density.sample(torch.Size((settings.choice.num_weighed,)))
             line.outcome += f"; {prior.weights(own_points, log_prob)}"
     stages: list[Stage] = []
     for number in range(policy.num_moves + 1):
@@ -461,35 +463,32 @@ def fit_update(
         stages += [line, *result.stages]
         with seeded(seed):
             draws = result.sample(policy.num_checked)
-        points, weights = prior.points(draws), None
+        points, weights, lost = prior.points(draws), None, 0.0
         share = prior.share_beyond(points)
         if log_prob is not None:
             weights = prior.weights(points, log_prob)
-            if number and not accepts(weights):
-                share = max(share, 1 - weights.efficiency)
+            lost = 0.0 if accepts(weights) else 1 - weights.efficiency
+        guess = max(share, lost) if number else share  # once it moves, until it is good
         is_last = number == policy.num_moves or limit.is_over() or result.interrupted
-        if log_prob is None or is_last or share <= VERDICT.extrapolated.check:
+        if log_prob is None or is_last or guess <= VERDICT.extrapolated.check:
             break
         with seeded(seed), quiet(), new_stage("prior") as line:
             prior = prior.moved(draws, log_prob, policy)
-            line.outcome = f"{prior}, moved: it was a guess for {share:.0%} of the new draws"
+            line.outcome = f"{prior}, moved: it was a guess for {guess:.0%} of the new draws"
     before, now = earlier.num_modes or 1, result.num_modes or 1
     if now < before:
         stages[0].outcome += f"; {before} modes before the new data, {now} now"
+    result.stages[:], result.prior, result.extrapolated = stages, prior, share
     if share > VERDICT.extrapolated.check:
         warn_user(f"{far_from_prior(share)}. Cure: {JOINTLY}")
-    result.stages[:], result.prior, result.extrapolated = stages, prior, share
-    if weights is not None and weights.efficiency < policy.even and options["amortize"] is None:
-        if accepts(weights):
+    elif lost:
+        result.coarse = lost
+        warn_user(f"{coarse_prior(str(weights))}. Cure: {TOGETHER}")
+    if weights is not None and not lost and options["amortize"] is None:
+        if weights.efficiency < policy.even:
             with seeded(seed), result.stage("weigh") as line:
                 line.outcome = f"draws by the earlier density over the prior: {weights}"
                 _weigh(result, draws, weights, policy.num_checked)
-        elif not share > VERDICT.extrapolated.check:
-            result.extrapolated = 1 - weights.efficiency
-            warn_user(
-                f"the mixture of normals that is the prior is too coarse ({weights}), so that the "
-                f"posterior may be off. Cure: {JOINTLY}"
-            )
     return result
 
 

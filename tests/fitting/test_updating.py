@@ -556,4 +556,24 @@ def test_a_prior_that_weights_cannot_correct_is_named(monkeypatch) -> None:
     monkeypatch.setattr(updating, "normal_mixture", narrow)
     with pytest.warns(UserWarning, match="mixture of normals that is the prior is too coarse"):
         second = first.update(rates, torch.ones(2), seed=0, progress=False)
-    assert second.diagnose().verdict != "trust" and second.unweighted is None
+    found = second.diagnose()
+    assert found.verdict == "do not trust" and second.unweighted is None
+    reasons = [finding for finding in found.findings if finding.reason.startswith("the mixture of")]
+    assert [finding.cure for finding in reasons] == ["one fit to the earlier and the new data"]
+    assert not any("disagree" in finding.reason for finding in found.findings)
+
+
+def test_a_new_fit_has_the_policy_of_the_earlier_one_unless_another_is_given(monkeypatch) -> None:
+    first = fit(rates, "auto", torch.ones(3), seed=0, progress=False)
+    first.policy = replace(first.policy, update=UpdatePolicy(num_samples=500, num_moves=0))
+    policies = []
+
+    def fit_again(*args: object, policy: FitPolicy, **options: object) -> Fit:
+        policies.append(policy)
+        return copy.copy(first)
+
+    monkeypatch.setattr(Fit, "_fit", staticmethod(fit_again))
+    given = replace(first.policy, hierarchy=HierarchyPolicy(max_shift=0.0))
+    first.update(rates, torch.ones(3), seed=0, progress=False)
+    first.update(rates, torch.ones(3), seed=0, progress=False, policy=given)
+    assert policies == [first.policy, given] and policies[0] != FitPolicy()
