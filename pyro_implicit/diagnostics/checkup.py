@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -217,9 +218,11 @@ def diagnose(
     if isinstance(modes, str) and (function is not None or not can_search(target)):
         modes = None
     weight = seconds_of_weights(sampler, max(1, chunk_size // EFFORT.weighed_part))
-    wanted = num_samples or EFFORT.num_samples
+    wanted, num_stored = num_samples or EFFORT.num_samples, 0
     if isinstance(guide, StoredDraws) and num_samples is None:
         # The tests assume independent draws: repeated ones would show errors that are none.
+        if guide.num_independent < min(wanted, guide.num_draws):
+            num_stored = guide.num_draws
         wanted = max(least, min(wanted, guide.num_independent))
     effort = plan_effort(
         target,
@@ -234,7 +237,8 @@ def diagnose(
     )
     with watching(progress), single_thread(target.is_small):
         announce("diagnose", effort.seconds)
-        return examine(sampler, effort, modes, loss, chunk_size, function, policy or VERDICT)
+        found = examine(sampler, effort, modes, loss, chunk_size, function, policy or VERDICT)
+    return replace(found, num_stored=num_stored)
 
 
 def plan_effort(

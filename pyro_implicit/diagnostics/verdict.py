@@ -26,6 +26,7 @@ from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.runtime.messages import Printed, Table
 
 __all__ = [
+    "SMALL_ENOUGH",
     "Diagnosis",
     "Finding",
     "MomentCheck",
@@ -44,6 +45,8 @@ class Diagnosis(Printed):
     """Result of :func:`~pyro_implicit.diagnostics.diagnose`. ``print`` shows all of it.
 
     :ivar num_samples: the number of draws that were checked.
+    :ivar num_stored: the number of stored draws if fewer were checked, because they are worth only
+        so many independent ones: chains are correlated, and resampled draws repeat; else 0.
     :ivar latent_dim: the number of unconstrained latent variables.
     :ivar bound: lower bound of the log evidence in nats, with k-hat and effective sample size of
         the importance weights; None for a guide without density.
@@ -108,6 +111,7 @@ class Diagnosis(Printed):
     coarse: float = 0.0
     given: str = ""
     semi_implicit: bool = False
+    num_stored: int = 0
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
 
     @property
@@ -146,7 +150,12 @@ class Diagnosis(Printed):
         return None if self.settled else self.chains
 
     def _blocks(self) -> Iterator[str | Table]:
-        head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"
+        number = str(self.num_samples)
+        if self.num_stored:
+            number += f" of {self.num_stored} stored"
+        head = f"Diagnosis of {number} draws in {self.latent_dim} dimensions"
+        if self.num_stored:
+            head += ", as many as they are worth independent ones"
         if self.judged:
             head += f", by {self.judged}"
         yield head
@@ -184,7 +193,8 @@ class Diagnosis(Printed):
         if self.mixing is not None:
             yield "chains", str(self.mixing)
         elif self.chains is not None:
-            yield "chains", str(self.chains)
+            is_small = not self.settled and judge_chains(self.chains, self.policy) == "trust"
+            yield "chains", str(self.chains) + (SMALL_ENOUGH if is_small else "")
         if self.held_out is not None:
             yield "held-out rows", _describe_calibration(self.held_out)
         if self.gap is not None:
@@ -214,10 +224,12 @@ class Diagnosis(Printed):
     def _moments(self, check: MomentCheck, has_told: bool = False) -> str:
         low, high = check.sd_ratios
         nothing = check.mean_error == 0 and (low, high) == (1.0, 1.0)
-        if nothing and not (has_told or has_power(check, self.policy)):
-            return f"cannot tell: it would not show errors {beyond(check)}"
         if nothing:
-            return f"no error seen; errors {beyond(check)} would not show"
+            blind = not (has_told or has_power(check, self.policy))
+            if blind and any(_lack_of_power(self)):
+                return f"cannot tell: it would not show errors {beyond(check)}"
+            rests = ", and other checks decide the verdict" if blind else ""
+            return f"no error seen; errors {beyond(check)} would not show{rests}"
         return (
             f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"
         )
@@ -261,6 +273,9 @@ class Finding(NamedTuple):
     reason: str
     cure: str
 
+
+#: Why chains that a budget ended may be trusted.
+SMALL_ENOUGH = "; not converged, but these errors are within the limits of the verdict"
 
 #: The reason why given draws have no weights.
 STORED = "stored draws"

@@ -24,7 +24,7 @@ from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
+from pyro_implicit.diagnostics.verdict import CONTINUE, SMALL_ENOUGH, judge_chains
 from pyro_implicit.fitting.candidates import (
     exact_log_weights,
     frame_of_draws,
@@ -318,8 +318,8 @@ def move_draws(
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
     elif not refined.settled:
         drifts = refined.drift or "too few draws to estimate their errors"
-        line.outcome += f"; {drifts}"
         verdict = "do not trust" if refined.drift is None else judge_chains(refined.drift)
+        line.outcome += f"; {drifts}{SMALL_ENOUGH if verdict == 'trust' else ''}"
         if verdict != "trust":
             if otherwise is not None and otherwise():
                 return result
@@ -425,8 +425,9 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
         guide = own_names(AutoConditional(stages.trained, refined.reparams))
         stages.guides.append(guide)
         guide.share(stages.result.target)
-        taught = guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
-        line.outcome = f"conditional: {taught}"
+        guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
+        # The gain over its initial values, a median of the prior, would tell nothing.
+        line.outcome = "a conditional guide with the moments of the draws"
         stages.result.guide, stages.result.chosen = guide, "conditional"
 
 
@@ -453,6 +454,8 @@ def _cure(target: Target, refined: Refined) -> str:
             "torch.set_default_dtype(torch.float64) and data in float64, or data and latents that "
             "are centred and scaled"
         )
-    if refined.weights is not None:
+    if refined.weights is not None and refined.stopped == "max_seconds":
         return "Cure: a larger max_seconds"
+    if refined.weights is not None:  # these cannot continue
+        return "Cure: fit(..., max_seconds=...), until which annealing goes on if errors are large"
     return f"Cure: {CONTINUE}"

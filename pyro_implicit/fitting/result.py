@@ -235,6 +235,9 @@ class Fit(Printed):
         For sites of ``pyro.deterministic``, use ``Predictive(model, guide=result.posterior, ...)``
         (:doc:`/howto/predict`).
 
+        Draws that were resampled by importance weights repeat where weights are large. The head of
+        the report of :meth:`diagnose` says how many independent draws the stored ones are worth.
+
         :param num_samples: the number of draws; refined draws repeat only after all were returned.
         :param args: positional arguments of a hand-written guide; ``kwargs`` are keyword arguments.
         :param corrected: whether to resample two effective draws of a guide with an exact density

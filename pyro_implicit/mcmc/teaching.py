@@ -39,7 +39,9 @@ class Taught:
     seconds: float
 
     def __str__(self) -> str:
-        return f"mean log q of held-out draws rose from {self.before:.6g} to {self.after:.6g}"
+        if self.after == self.before:
+            return "held-out draws did not become likelier: the guide did not change"
+        return f"mean log q of held-out draws rose by {self.after - self.before:.3g} nats"
 
 
 @in_turn

@@ -27,10 +27,10 @@ from torch.distributions import constraints
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Thresholds, VerdictPolicy, examination
-from pyro_implicit.diagnostics.checks import SteinCheck
+from pyro_implicit.diagnostics.checks import DriftCheck, SteinCheck
 from pyro_implicit.diagnostics.checkup import diagnose, plan_effort, seconds_of_weights
 from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
-from pyro_implicit.diagnostics.verdict import Diagnosis
+from pyro_implicit.diagnostics.verdict import SMALL_ENOUGH, Diagnosis
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound
@@ -225,6 +225,16 @@ def test_even_weights_tell_whatever_a_test_resolves(efficiency, tells, judged):
     assert ("cannot tell" in str(found)) != tells
 
 
+def test_a_check_without_power_does_not_contradict_trust():
+    """Draws of settled chains need no check of power."""
+    blind = DriftCheck(0.0, (1.0, 1.0), 0.9, (), Resolution(0.4, 1.4))
+    found = Diagnosis(1000, 2, settled=True, drift=blind)
+    assert found.verdict == "trust" and "cannot tell" not in str(found)
+    assert "would not show, and other checks decide the verdict" in str(found)
+    telling = dataclasses.replace(found, drift=blind._replace(resolution=Resolution(0.1, 1.1)))
+    assert "would not show" in str(telling) and "other checks" not in str(telling)
+
+
 def test_doubts_of_chains():
     """Those that had settled are trusted, if their trajectories did not fail."""
 
@@ -269,9 +279,11 @@ def test_doubts_of_chains():
     ):
         judged = found(stopped="max_gradients", drift=drift)
         assert judged.verdict == verdict
+        assert (SMALL_ENOUGH in str(judged)) == (verdict == "trust")
         if verdict != "trust":
             assert str(drift) in judged.findings[0].reason and "refine_more" in judged.cures[0]
-    assert found(drift=Drift(0.05, 0.05, 1.66)).verdict == "trust"  # steady quantities
+    steady = found(drift=Drift(0.05, 0.05, 1.66))
+    assert steady.verdict == "trust" and SMALL_ENOUGH not in str(steady)
 
 
 def test_given_draws_outside_of_a_support_are_refused():
@@ -321,10 +333,14 @@ def test_dependent_draws_are_not_taken_for_independent_ones():
     draws = {"x": torch.randn(150, 10).repeat_interleave(40, 0)}
     options = {"num_transitions": 0, "modes": None, "progress": False}
     worth = StoredDraws(draws, settled=True, num_independent=150)
-    assert diagnose(model, worth, **options).num_samples == 150
-    assert diagnose(model, worth, **options).verdict == "trust"
-    assert diagnose(model, StoredDraws(draws, settled=True), **options).verdict != "trust"
-    assert diagnose(model, worth, num_samples=2000, **options).num_samples == 2000
+    found = diagnose(model, worth, **options)
+    assert found.num_samples == 150 and found.verdict == "trust"
+    head = "Diagnosis of 150 of 6000 stored draws in 10 dimensions, as many as they are worth"
+    assert str(found).startswith(head)
+    as_independent = diagnose(model, StoredDraws(draws, settled=True), **options)
+    assert as_independent.verdict != "trust" and as_independent.num_stored == 0
+    asked = diagnose(model, worth, num_samples=2000, **options)
+    assert asked.num_samples == 2000 and asked.num_stored == 0
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
 from pyro_implicit.density.policy import ROUNDING
+from pyro_implicit.diagnostics.verdict import SMALL_ENOUGH
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
 from pyro_implicit.fitting.policy import TrainingPolicy
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.mcmc.refine import refine_target
+from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 
@@ -483,6 +485,7 @@ def test_a_search_that_ends_in_a_spike(monkeypatch):
     assert names[-3:] == ["mean-field", "refine", "teach"]
     assert result.modes is None and result.num_modes is None
     assert result.refined.settled and result.diagnose().verdict == "trust"
+    assert result.stages[-1].outcome == "a conditional guide with the moments of the draws"
     draws = result.sample(4000)
     # posteriordb's reference: 4.4 +- 3.3.
     assert draws["mean"].mean().item() == pytest.approx(4.4, abs=0.3)
@@ -544,12 +547,33 @@ def test_rounding_errors_at_some_draws_are_the_cause_of_a_failure(number, is_nam
         pyro.factor("steep", -1e8 * (x - 5.0).clamp(min=0.0))
 
     draws = {"x": torch.where(torch.arange(ROUNDING.num_draws) < number, 6.0, 0.0)}
-    refined = SimpleNamespace(get_samples=lambda: draws, weights=None)
+    refined = SimpleNamespace(get_samples=lambda: draws, weights=None, stopped="max_gradients")
     cure = refinement._cure(Target(model), refined)
     message = r"In float32 the log-density has a rounding error of .* nats or more at 5% of .*"
     message += r"Cure: torch.set_default_dtype\(torch.float64\)"
     assert (re.match(message, cure) is not None) == is_named
     assert ("refine_more" in cure) != is_named
+    if not is_named:  # annealed draws cannot continue, and no max_seconds was given
+        refined.weights = LogWeights(torch.zeros(9))
+        assert "fit(..., max_seconds=...)" in refinement._cure(Target(model), refined)
+        refined.stopped = "max_seconds"
+        assert refinement._cure(Target(model), refined) == "Cure: a larger max_seconds"
+
+
+def test_chains_that_a_budget_ended_say_why_they_are_trusted(monkeypatch):
+    chains = SimpleNamespace(
+        stopped="max_gradients", num_gradients=9, modes_weighed=False, weights=None, settled=False
+    )
+    monkeypatch.setattr(refinement, "refine_target", lambda *args, **kwargs: chains)
+    for drift, is_small in ((Drift(0.05, 0.05, 1.02), True), (Drift(0.3, 0.3, 1.4), False)):
+        chains.drift, chains.get_samples = drift, lambda: {"x": torch.zeros(20, 2)}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            guide = AutoNormal(correlated)
+            result = fit(correlated, guide, torch.tensor(1.5), refine=True, num_steps=2, **QUIET)
+        assert result.stages[-1].outcome.startswith("max_gradients after 9 gradients; means may")
+        assert result.stages[-1].outcome.endswith(SMALL_ENOUGH) == is_small
+        assert any("chains stopped at" in str(one.message) for one in caught) != is_small
 
 
 def test_too_many_modes_are_not_weighed():
