@@ -15,7 +15,7 @@ from pyro_implicit.density.pass_target import PassTarget
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.policy import PassPolicy
-from pyro_implicit.fitting.refinement import affordable_chains, patience_of
+from pyro_implicit.fitting.refinement import affordable_chains, judged_errors, patience_of
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import Refined
@@ -204,14 +204,16 @@ class PassStages:
             line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
             result.interrupted = refined.stopped == "interrupted"
             if not (refined.settled or result.interrupted):
-                drift = refined.drift or "too few draws to estimate their errors"
+                is_small, drifts = judged_errors(refined)
+                line.outcome += f"; {drifts}"
                 cure = "other coordinates of these variables"
                 if refined.stopped == "max_seconds":
                     cure = "a larger max_seconds"
-                warn_user(
-                    f"chains of {self.what} stopped at {refined.stopped} before they converged: "
-                    f"{drift}. Cure: {cure}"
-                )
+                if not is_small:
+                    warn_user(
+                        f"chains of {self.what} stopped at {refined.stopped} before they "
+                        f"converged: {drifts}. Cure: {cure}"
+                    )
             return refined
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")
         return None

@@ -61,6 +61,7 @@ __all__ = [
     "between",
     "chains_within",
     "correct",
+    "judged_errors",
     "make_plan",
     "move_draws",
     "patience_of",
@@ -317,10 +318,9 @@ def move_draws(
         line.outcome += f"; {refined.drift}: dropped"
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
     elif not refined.settled:
-        drifts = refined.drift or "too few draws to estimate their errors"
-        verdict = "do not trust" if refined.drift is None else judge_chains(refined.drift)
-        line.outcome += f"; {drifts}{SMALL_ENOUGH if verdict == 'trust' else ''}"
-        if verdict != "trust":
+        is_small, drifts = judged_errors(refined)
+        line.outcome += f"; {drifts}"
+        if not is_small:
             if otherwise is not None and otherwise():
                 return result
             warn_user(
@@ -330,6 +330,17 @@ def move_draws(
     else:
         _teach_guide(stages, refined)
     return result
+
+
+def judged_errors(refined: Refined) -> tuple[bool, str]:
+    """Judge chains that a budget ended.
+
+    :returns: whether their errors are small enough to trust their draws, and a description.
+    """
+    if refined.drift is None:
+        return False, "too few draws to estimate their errors"
+    is_small = judge_chains(refined.drift) == "trust"
+    return is_small, f"{refined.drift}{SMALL_ENOUGH if is_small else ''}"
 
 
 def _chain_setup(

@@ -25,6 +25,7 @@ from pyro_implicit.fitting.hierarchy import _choose_rule
 from pyro_implicit.fitting.passes import PassStages, _log_weights, _moved
 from pyro_implicit.fitting.policy import HierarchyPolicy
 from pyro_implicit.guides import AutoHierarchical
+from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
@@ -290,6 +291,27 @@ def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrup
     assert result.stages[-1].outcome.startswith(outcome)
     assert result.interrupted is is_interrupted
     assert result.sample(5)["mean"].shape == (5,)
+
+
+@pytest.mark.parametrize(("drift", "is_small"), [(0.05, True), (0.3, False)])
+def test_chains_that_a_budget_ended_warn_if_their_errors_are_large(drift, is_small, monkeypatch):
+    def refine_target(plan):
+        draws = plan.sampler.target.constrain(plan.sampler.draw(50))
+        known = {"stopped": "max_gradients", "settled": False, "num_gradients": 9}
+        known["drift"] = Drift(drift, drift, 1.02)
+        return SimpleNamespace(get_samples=lambda: draws, **known)
+
+    monkeypatch.setattr(passes, "refine_target", refine_target)
+    quick = HierarchyPolicy(max_khat=-1.0, num_starts=1, search_rounds=1, num_weighed=(32, 32))
+    options = {"amortize": "conditional", "seed": 0, "progress": False}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        policy = FitPolicy(hierarchy=quick)
+        result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
+    outcome = result.stages[-1].outcome
+    assert outcome.startswith("max_gradients after 9 gradients; means may be off by")
+    assert ("within the limits" in outcome) == is_small
+    assert any("stopped at max_gradients" in str(one.message) for one in caught) != is_small
 
 
 @pytest.mark.parametrize("by_chains", [False, True])
