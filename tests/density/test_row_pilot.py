@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -10,7 +12,9 @@ import pytest
 import torch
 from pyro import poutine
 
+from pyro_implicit.density import row_pilot
 from pyro_implicit.density.pass_target import WholeTarget
+from pyro_implicit.density.policy import PILOT
 from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.target import Target
 
@@ -141,6 +145,37 @@ def test_no_pilot_of_random_models_and_of_few_rows():
     assert find_pilot(target, FEW) is None
     assert find_pilot(Target(regression, *rows()), NUM_ROWS // 2 + 1) is None
     assert find_pilot(Target(lambda: regression(torch.ones(2), torch.ones(2))), FEW) is None
+
+
+def test_no_pilot_that_cannot_be_evaluated():
+    """A random height leaves all rises alone, but the search would refuse the model."""
+
+    def random_for_few_rows(x, y):
+        regression(x, y)
+        if len(x) == FEW:
+            pyro.factor("height", torch.randn(()))
+
+    target = Target(random_for_few_rows, *rows())
+    parts = torch.arange(2 * FEW).split(FEW)
+    assert row_pilot._factorises(target, parts, NUM_ROWS)
+    assert find_pilot(target, FEW) is None
+
+
+@pytest.mark.parametrize(("height", "is_large"), [(20.0, False), (2e4, True)])
+def test_rounding_in_single_precision_is_no_dependence_of_rows(height, is_large, monkeypatch):
+    """A model that mixes dtypes; rounding errors of its sums grow with the height of each row."""
+
+    def tall(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        loc = (x.unsqueeze(-1) @ torch.ones(1, 1)).squeeze(-1) * slope
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+            pyro.factor("height", height * (1 + 0.05 * x) + 0.0 * loc)
+
+    target = Target(tall, *rows())
+    assert find_pilot(target, FEW) is not None
+    monkeypatch.setattr(row_pilot, "PILOT", replace(PILOT, last_bits=0.0))
+    assert (find_pilot(target, FEW) is None) == is_large
 
 
 def test_a_pilot_advances_no_stream():

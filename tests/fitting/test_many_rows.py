@@ -14,7 +14,7 @@ import torch
 from pyro_implicit import fit
 from pyro_implicit.density.pass_target import WholeTarget
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting import FitPolicy, many_rows_fit, passes
+from pyro_implicit.fitting import FitPolicy, many_rows_fit, passes, stages
 from pyro_implicit.fitting.policy import ManyRowsPolicy
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 
@@ -75,6 +75,7 @@ def test_modes_of_different_weight():
     log_prob = -0.5 * (grid - 0.5) ** 2 - 0.5 * NUM_ROWS * (grid**2 - y.double().mean()) ** 2
     shares = log_prob.softmax(0)
     positive = shares[grid > 0].sum().item()
+    assert result.guide.log_weights.exp().max().item() == pytest.approx(positive, abs=0.02)
     theta = result.sample(8000)["theta"].double()
     assert (theta > 0).double().mean().item() == pytest.approx(positive, abs=0.02)
     expected = (shares * grid)[grid > 0].sum() / positive
@@ -167,6 +168,27 @@ def test_heights_that_single_precision_rounds_are_computed_in_double():
     exact = Target(linear, *data()).in_double()
     exact = exact.log_prob(near.double()) - exact.log_prob(point.double())
     torch.testing.assert_close(rise, exact, atol=1e-4, rtol=0)
+
+
+def test_all_rows_are_widened_at_draws_of_their_gaussian(monkeypatch):
+    """``widen_if_rounded`` gets the posterior of all rows, not that of the search."""
+    x, y = (part[:300] for part in data())
+    looked_at = []
+
+    def widen(target, draw):
+        looked_at.append((target, draw(4000)))
+        return "widened"
+
+    monkeypatch.setattr(stages, "widen_if_rounded", widen)
+    few = replace(POLICY, least_rows=300, num_pilot=100, pilot_per_dim=10, num_starts=1)
+    result = fit(linear, "auto", x, y, policy=replace(QUICK, many_rows=few), **QUIET)
+    assert result.stages[1].outcome.endswith(" evaluations of 300 rows; widened")
+    ((whole, draws),) = looked_at
+    assert isinstance(whole, WholeTarget)
+    covariance = torch.linalg.inv(x.mT @ x + torch.eye(DIM) / 9)
+    sds = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - covariance @ (x.mT @ y)) / sds).abs().max() < 0.1
+    torch.testing.assert_close(draws.std(0), sds, rtol=0.1, atol=0)
 
 
 def test_modes_whose_gap_only_all_rows_would_show():
