@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.pass_target import Part, PassTarget
 from pyro_implicit.density.policy import GROUPS
+from pyro_implicit.density.target import Target
 from pyro_implicit.ops.quadrature import NormalRule
 
 __all__ = ["MarginalTarget", "globals_only"]
@@ -102,7 +103,7 @@ class MarginalTarget(PassTarget):
         super().centre(latent)
 
     def _by_model(self, latent: Tensor) -> Tensor:
-        return super()._by_model(latent) + self._sum(latent)
+        return Target._by_model(self, latent) + super()._by_model(latent)
 
     def _part(self, batch: tuple, is_single: bool) -> Part:
         part, start = self.groups_of_batch.on(batch, self.rule), None

@@ -40,7 +40,7 @@ class PassTarget(Target):
 
     Sums are in float64; memory does not depend on the number of minibatches. Under
     ``torch.distributed`` each process passes over its own minibatches, and the sums are those of
-    all processes. Subclasses define :meth:`_part` and :meth:`_normalised`.
+    all processes. Subclasses define :meth:`_part`.
 
     :ivar batches: the minibatches; each evaluation iterates over them once.
     :ivar num_units: the rows or groups of the last pass, in all processes.
@@ -66,7 +66,7 @@ class PassTarget(Target):
 
     def _normalised(self, sums: Tensor, weight: float) -> Tensor:
         """Scale the sums of all parts, which have this weight together, to all data."""
-        raise NotImplementedError
+        return sums / weight
 
     @torch.no_grad()
     def sums(self, latent: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class PassTarget(Target):
         flat = [parts[name].reshape(len(parts[name]), -1) for name in self.shapes]
         return self.log_prob(torch.cat(flat, -1))
 
-    def _sum(self, latent: Tensor) -> Tensor:
+    def _by_model(self, latent: Tensor) -> Tensor:
         order, dim = self._order if latent.requires_grad else 0, latent.shape[-1]
         sums = self._pass(latent.detach(), order)
         total = sums[:, 0] - self._offset
@@ -229,12 +229,6 @@ class RowsTarget(PassTarget):
         cost = size if part.is_vectorized else max(size, GROUPS.rows_of_run)
         return Part(lambda latent: weight * part.log_prob(latent).double(), weight, size, cost)
 
-    def _normalised(self, sums: Tensor, weight: float) -> Tensor:
-        return sums / weight
-
-    def _by_model(self, latent: Tensor) -> Tensor:
-        return self._sum(latent)
-
 
 class WholeTarget(PassTarget):
     """The posterior of all data as a pass over a single part.
@@ -278,9 +272,3 @@ class WholeTarget(PassTarget):
 
         size = max(self._size, GROUPS.rows_of_run)
         return Part(log_prob, 1.0, self._size, size)
-
-    def _normalised(self, sums: Tensor, weight: float) -> Tensor:
-        return sums / weight
-
-    def _by_model(self, latent: Tensor) -> Tensor:
-        return self._sum(latent)
