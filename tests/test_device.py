@@ -194,7 +194,7 @@ def test_density_and_modes(flat, device):
     points = density.sample_prior(3)
     assert points.device.type == density.init_loc.device.type == device
     assert density.log_prob(points).device.type == device
-    assert density.hessian(points).device.type == device
+    assert density.derivatives(points)[2].device.type == device
     assert density.unconstrain(density.constrain(points)).device.type == device
     modes = find_modes(density, num_starts=5, max_rounds=2, max_iterations=10)
     assert all(part.device.type == device for part in modes)

@@ -36,7 +36,7 @@ def find_mode(density: Target, start: Tensor) -> Tensor | None:
     point = _lbfgs(density, start)
     for _ in range(20):
         value, score = density.score(point[None])
-        factor, info = torch.linalg.cholesky_ex(-density.hessian(point[None])[0])
+        factor, info = torch.linalg.cholesky_ex(-density.derivatives(point[None])[2][0])
         if info or not (value.isfinite().all() and factor.isfinite().all()):
             return None
         step = torch.cholesky_solve(score[0][:, None], factor)[:, 0]

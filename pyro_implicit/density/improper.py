@@ -26,6 +26,9 @@ class _Posterior(Protocol):
     latent_dim: int
     priors: dict[str, Any]
 
+    @property
+    def places(self) -> dict[str, Tensor]: ...
+
     def split(self, latent: Tensor) -> dict[str, Tensor]: ...
 
     def read(self, latent: Tensor, read: Callable[[Trace], Tensor]) -> Tensor: ...
@@ -80,7 +83,7 @@ def _endless(target: _Posterior, flat: list[str]) -> Tensor:
     It is that of the smallest curvature at ``init_loc``, in conditional standard deviations,
     followed until rounding would bend it; zeros, if the density falls.
     """
-    at, index = target.init_loc, target.split(torch.arange(target.latent_dim))
+    at, index = target.init_loc, target.places
     columns, reach = torch.cat([index[name].flatten() for name in flat]), torch.zeros_like(at)
     resolution = torch.finfo(at.dtype).eps ** 0.5
     try:

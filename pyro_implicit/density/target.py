@@ -295,6 +295,11 @@ class Target:
         """
         return self._coordinates.split(latent)
 
+    @property
+    def places(self) -> dict[str, Tensor]:
+        """By site, the places of its coordinates in the vector, ``unconstrained_shape``."""
+        return self.split(torch.arange(self.latent_dim, device=self.init_loc.device))
+
     def constrain(self, latent: Tensor) -> dict[str, Tensor]:
         """Return the values of all sites.
 
@@ -609,14 +614,6 @@ class Target:
         ahead, behind = self.score(points.flatten(0, 2))[1].unflatten(0, points.shape[:3])
         size = (directions @ size.mT).unsqueeze(-1)
         return ((ahead - behind) / (2 * size)).movedim(0, -1)
-
-    def hessian(self, latent: Tensor) -> Tensor:
-        """Return the second derivative of the log-density, constant.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws, latent_dim, latent_dim)``.
-        """
-        return self.derivatives(latent)[2]
 
     # Runs of the model
 

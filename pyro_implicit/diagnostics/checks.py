@@ -456,7 +456,7 @@ def uncovered_modes(
         entropy = gaussian_entropy(draws / scale, covariance)  # type: ignore[arg-type]
         log_prob = target.log_prob(draws).mean() + scale.log().sum()
         log_evidence = (log_prob + entropy).item()
-    hessian = target.hessian(modes) * scale * scale.unsqueeze(-1)
+    hessian = target.derivatives(modes)[2] * scale * scale.unsqueeze(-1)
     # The products overflow for extremely distant draws.
     limit = torch.finfo(hessian.dtype).max ** 0.25
     values, vectors = torch.linalg.eigh(-hessian.nan_to_num(0.0).clamp(-limit, limit))

@@ -398,7 +398,7 @@ class _Analysis(NamedTuple):
     def held(self, moves: Tensor, factors: Mapping[str, Powers]) -> Tensor:
         """Return points at which others have moved, and products with factors have not."""
         points = self.middle + moves
-        places = self.target.split(torch.arange(len(self.middle), device=moves.device))
+        places = self.target.places
         for name, powers in factors.items():
             moved = self.moved(moves, name, powers)
             log_scale: Any = sum(
@@ -436,8 +436,7 @@ class _Analysis(NamedTuple):
         watched = torch.linspace(0, size - 1, min(size, policy.max_watched)).long()
         if not others or len(others) > policy.num_points * len(watched) // 3:
             return None
-        places = self.target.split(torch.arange(len(self.middle), device=moves.device))
-        place = places[name].flatten()
+        place = self.target.places[name].flatten()
         moves = moves.index_fill(1, place, 0.0)
         points = self.held(moves, factors)
         scale = base_distribution(self.nodes[name]["fn"]).scale.expand(shape).flatten()[watched]
@@ -458,7 +457,7 @@ class _Analysis(NamedTuple):
 
     def prior(self, shapes: Mapping[str, torch.Size]) -> tuple[Tensor, Tensor, Tensor]:
         """Return places in the latent vector, locations and scales of the priors, ``(n,)``."""
-        places = self.target.split(torch.arange(len(self.middle), device=self.middle.device))
+        places = self.target.places
         moments = [_moments(self.nodes[name]["fn"], shape) for name, shape in shapes.items()]
         loc, scale = (torch.cat(one) for one in zip(*moments, strict=True))
         return torch.cat([places[name].flatten() for name in shapes]), loc, scale

@@ -227,7 +227,7 @@ def test_points_are_found_in_a_batch():
     log_prob, score = density.score(points)
     assert torch.equal(log_prob.isinf(), bad) and (score[bad] == 0).all()
     torch.testing.assert_close(score[~bad, 0], 2 - 2 * points[~bad, 0])
-    hessian = density.hessian(points)
+    hessian = density.derivatives(points)[2]
     assert hessian.shape == (5, 1, 1) and (hessian[bad] == 0).all()
     torch.testing.assert_close(hessian[~bad], torch.full((3, 1, 1), -2.0))
     assert density.is_vectorized
