@@ -16,7 +16,7 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.candidates import exact_guide, frame_of_draws
+from pyro_implicit.fitting.candidates import frame_of_draws
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import (
     OnePass,
@@ -162,13 +162,11 @@ def _is_too_slow(target: RowsTarget, points: Tensor, stages: Stages) -> bool:
 
 def _use(stages: Stages, modes: Modes) -> None:
     """Make the Gaussians at modes the guide of the result."""
-    args = (*stages.args, *stages.first_batch)
     # Latent variables of rows would advance the streams of processes differently.
     with seeded(0, modes.loc.device):
-        guide = exact_guide(stages.model, modes, *args, **stages.kwargs)
+        guide = stages.exact_guide(modes)
     if isinstance(guide, AutoMixture):
         guide.log_weights = modes.elbo.log_softmax(0)
-    stages.guides.append(guide)
     stages.result.guide, stages.result.chosen = guide, "gaussian"
 
 

@@ -50,7 +50,7 @@ from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
-from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
 
@@ -58,7 +58,6 @@ __all__ = [
     "ChainPlan",
     "Plan",
     "affordable_chains",
-    "between",
     "chains_within",
     "correct",
     "judged_errors",
@@ -125,7 +124,7 @@ def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> Chai
 
 
 def make_plan(
-    target: Target, budget: BudgetPolicy = DEFAULT.budget, limit: TimeLimit | None = None
+    target: Target, budget: BudgetPolicy = DEFAULT.budget, limit: TimeLimit = NO_LIMIT
 ) -> Plan:
     """Plan search and chains by the operation count of the log-density, and by the time left."""
     point = target.init_loc
@@ -142,10 +141,8 @@ def make_plan(
     iterations = min(budget.most_iterations, affordable)
     if iterations < budget.least_iterations:
         return Plan(0, chains)
-    starts = math.inf
-    if limit is not None:  # fewer paths, so that they can be climbed in time
-        left = limit.left(budget.search_share)
-        starts = SEARCH.num_starts * left / (climb * budget.least_iterations)
+    left = limit.left(budget.search_share)  # fewer paths, so that they can be climbed in time
+    starts = SEARCH.num_starts * left / (climb * budget.least_iterations)
     return Plan(iterations, chains, max(1, math.floor(min(SEARCH.num_starts, starts))))
 
 

@@ -33,7 +33,7 @@ from pyro_implicit.fitting.policy import SimulatorPolicy
 from pyro_implicit.mcmc.policy import TeachPolicy
 from pyro_implicit.mcmc.teaching import KeptBest, maximise
 from pyro_implicit.ops import logistic_ratio_loss
-from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import (
@@ -546,7 +546,7 @@ class SimulatorFit(Printed):
         policy, simulator = self.policy, self._simulator
         refuse_counts(policy.least_simulations, num_simulations=num_simulations)
         data = self._features(args, {**kwargs, **(model_kwargs or {})})
-        pairs, _ = simulator.draw(num_simulations, TimeLimit(None), 1.0, self._proposal)
+        pairs, _ = simulator.draw(num_simulations, NO_LIMIT, 1.0, self._proposal)
         draws = self._sample(pairs.data, policy.num_samples)
         truth, others = simulator.split(pairs.latent), simulator.split(draws)
         ranks = {

@@ -407,7 +407,8 @@ class Stages:
 
     def exact_guide(self, modes: Modes) -> AutoImplicit | AutoMixture:
         """Return :func:`exact_guide`, and note it as a guide of this call."""
-        guide = exact_guide(self.model, modes, *self.args, **self.kwargs)
+        args = (*self.args, *self.first_batch)
+        guide = exact_guide(self.model, modes, *args, **self.kwargs)
         self.guides.append(guide)
         return guide
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["TimeLimit"]
+__all__ = ["NO_LIMIT", "TimeLimit"]
 
 
 class TimeLimit:
@@ -35,3 +35,6 @@ class TimeLimit:
     def is_over(self) -> bool:
         """Return whether no time is left."""
         return time.perf_counter() >= self.end
+
+
+NO_LIMIT = TimeLimit(None)

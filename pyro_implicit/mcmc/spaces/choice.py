@@ -39,7 +39,7 @@ from pyro_implicit.mcmc.spaces.space import (
 )
 from pyro_implicit.mcmc.stopping import Quantities
 from pyro_implicit.ops.importance_weights import LogWeights
-from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = ["ChainSetup", "Starts", "finite_starts", "space_of", "start_chains"]
@@ -74,7 +74,7 @@ class ChainSetup:
     compile: CompileMode = "auto"
     kernel: str = "hmc"
     policy: ChainPolicy = DEFAULT
-    limit: TimeLimit = TimeLimit(None)
+    limit: TimeLimit = NO_LIMIT
     quantities: Quantities | None = None
     patience: float = 0.0
     anneals_apart: bool = False

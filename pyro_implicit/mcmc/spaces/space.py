@@ -35,7 +35,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     unused_suffix,
 )
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
-from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.sites import joined_parts
 
@@ -599,7 +599,7 @@ class ConditionalNoise(Space):
         nodes, made = self.target.trace_at(self.middle).nodes, {}
         coupled = []
         suffix = unused_suffix(self.target.shapes, nodes)
-        places = noise.split(torch.arange(point.shape[-1], device=point.device))
+        places = noise.places
         with torch.enable_grad():
             sizes = [
                 places[name].shape[-1] if ConditionalReparam.is_vector(nodes[name]["fn"]) else 1
@@ -664,7 +664,7 @@ def roughness(
     :param names: the latents.
     """
     centre = noise_map.to_points(middle.unsqueeze(0))
-    places = noise_map.noise.split(torch.arange(centre.shape[-1], device=centre.device))
+    places = noise_map.noise.places
     own = torch.cat([places[noise_map.reparams[n].noise_name(n)].flatten() for n in names])
     is_other = torch.ones_like(centre[0], dtype=torch.bool)
     is_other[own] = False
@@ -684,10 +684,10 @@ def roughness(
 
 
 def conditional_noise(
-    target: Target, middle: Tensor, limit: TimeLimit | None = None
+    target: Target, middle: Tensor, limit: TimeLimit = NO_LIMIT
 ) -> ConditionalNoise | None:
     """Return the conditional space, or None if it equals the latents or cannot be made in time."""
-    if limit is not None and is_too_late(target, limit):
+    if is_too_late(target, limit):
         return None
     try:
         space = ConditionalNoise(target, middle)
