@@ -62,7 +62,7 @@ from pyro_implicit import (
     NoisyEncoder,
     SemiImplicit,
 )
-from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
+from pyro_implicit.fitting.checkpoint import TrainingCheckpoint
 from pyro_implicit.infer import ImplicitELBO, ImplicitRenyiELBO
 
 
@@ -203,9 +203,10 @@ def fit(
         parameters |= elbo.named_parameters(prefix="elbo")
     optimisers = {"": optimiser} | getattr(elbo, "optimisers", {})
     progress = Progress()
+    stored = TrainingCheckpoint(progress, parameters, optimisers, elbo)
     file = None if args.checkpoint is None else args.checkpoint / f"{name}-{args.seed}.pt"
     if file is not None and file.exists():
-        load_checkpoint(file, progress, parameters, optimisers, elbo)
+        stored.load(file)
     for epoch in (bar := trange(progress.epochs, args.epochs, desc=name)):
         start = time.process_time()
         for group in optimiser.param_groups:
@@ -220,7 +221,7 @@ def fit(
         progress.epochs = epoch + 1
         progress.seconds += time.process_time() - start
         if file is not None:
-            save_checkpoint(file, progress, parameters, optimisers, elbo)
+            stored.save(file)
         bar.set_postfix(bound=f"{-total / len(images):.2f}", refresh=False)
     return progress
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from pyro_implicit.runtime.global_state import random_streams, restore_random_st
 from pyro_implicit.runtime.processes import num_processes
 
 __all__ = [
-    "load_checkpoint",
+    "TrainingCheckpoint",
     "loss_of_processes",
     "loss_settings",
     "own_file",
     "same_start",
-    "save_checkpoint",
 ]
 
 
@@ -75,67 +75,62 @@ def loss_settings(loss: Trace_ELBO | None) -> dict[str, Any] | None:
     return {"class": kinds[0].__name__, **plain}
 
 
-def save_checkpoint(
-    path: Path,
-    state: Any,
-    parameters: Mapping[str, Tensor],
-    optimisers: Mapping[str, torch.optim.Optimizer],
-    loss: Any = None,
-    buffers: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Write the whole state of a training, including the random streams.
+@dataclass
+class TrainingCheckpoint:
+    """What a file of a training stores, in addition to the random streams.
 
-    The file is complete or absent, whenever the process dies.
-
-    :param state: an object whose attributes are written.
+    :param state: an object whose attributes are stored.
     :param parameters: unconstrained parameters, by name.
     :param optimisers: all optimisers, by name.
-    :param loss: the ELBO; its state is written if it has ``get_state``.
+    :param loss: the ELBO; its state is stored if it has ``get_state``.
     :param buffers: buffers of the guide, by name, such as a frame that it computed.
     """
-    content = {
-        "state": vars(state),
-        "buffers": dict(buffers or {}),
-        "parameters": {name: value.detach() for name, value in parameters.items()},
-        "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
-        "random": random_streams(),
-        "loss": loss.get_state() if hasattr(loss, "get_state") else None,
-    }
-    write_file(path, content, TRAINING)
 
+    state: Any
+    parameters: Mapping[str, Tensor]
+    optimisers: Mapping[str, torch.optim.Optimizer]
+    loss: Any = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
-@torch.no_grad()
-def load_checkpoint(
-    path: Path,
-    state: Any,
-    parameters: Mapping[str, Tensor],
-    optimisers: Mapping[str, torch.optim.Optimizer],
-    loss: Any = None,
-    buffers: Mapping[str, Tensor] | None = None,
-) -> None:
-    """Restore the state that :func:`save_checkpoint` wrote, on the device of ``parameters``.
+    def save(self, path: Path) -> None:
+        """Write a file, which is complete or absent, whenever the process dies."""
+        loss, optimisers = self.loss, self.optimisers
+        content = {
+            "state": vars(self.state),
+            "buffers": dict(self.buffers),
+            "parameters": {name: value.detach() for name, value in self.parameters.items()},
+            "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
+            "random": random_streams(),
+            "loss": loss.get_state() if hasattr(loss, "get_state") else None,
+        }
+        write_file(path, content, TRAINING)
 
-    :raises ValueError: if the file is of another model or guide, damaged or foreign.
-    """
-    device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-    content = read_file(path, device, TRAINING, _classes(loss))
-    found = {name: value.shape for name, value in content["parameters"].items()}
-    wanted = {name: value.shape for name, value in parameters.items()}
-    if found != wanted:
-        raise ValueError(
-            f"the checkpoint {path} has parameters {found}, but model and guide have {wanted}. "
-            "Cure: resume with the same model, guide and settings, or remove the file"
-        )
-    for name, value in parameters.items():
-        value.copy_(content["parameters"][name])
-    for name, value in (buffers or {}).items():
-        value.copy_(content["buffers"][name])
-    for name, optimiser in optimisers.items():
-        optimiser.load_state_dict(content["optimisers"][name])
-    vars(state).update(content["state"])
-    if content["loss"] is not None:
-        loss.set_state(content["loss"])
-    restore_random_streams(content["random"])
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Restore what :meth:`save` wrote, on the device of the parameters.
+
+        :raises ValueError: if the file is of another model or guide, damaged or foreign.
+        """
+        parameters = self.parameters
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        content = read_file(path, device, TRAINING, _classes(self.loss))
+        found = {name: value.shape for name, value in content["parameters"].items()}
+        wanted = {name: value.shape for name, value in parameters.items()}
+        if found != wanted:
+            raise ValueError(
+                f"the checkpoint {path} has parameters {found}, but model and guide have {wanted}. "
+                "Cure: resume with the same model, guide and settings, or remove the file"
+            )
+        for name, value in parameters.items():
+            value.copy_(content["parameters"][name])
+        for name, value in self.buffers.items():
+            value.copy_(content["buffers"][name])
+        for name, optimiser in self.optimisers.items():
+            optimiser.load_state_dict(content["optimisers"][name])
+        vars(self.state).update(content["state"])
+        if content["loss"] is not None:
+            self.loss.set_state(content["loss"])
+        restore_random_streams(content["random"])
 
 
 def _classes(loss: Any) -> set[type]:

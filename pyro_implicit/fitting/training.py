@@ -24,12 +24,7 @@ from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.model import SubsampledError, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.scales import DataScales, trace_once
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.checkpoint import (
-    load_checkpoint,
-    loss_of_processes,
-    own_file,
-    save_checkpoint,
-)
+from pyro_implicit.fitting.checkpoint import TrainingCheckpoint, loss_of_processes, own_file
 from pyro_implicit.fitting.parameters import are_all_of_guide, trained_parameters
 from pyro_implicit.fitting.policy import DEFAULT, DENORMAL_MARGIN, HeldOutPolicy, Schedule
 from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
@@ -94,6 +89,40 @@ class _State:
         if self.decay_start is None and (step >= latest or schedule.stands_still(self.losses)):
             self.decay_start = step
         return schedule.num_steps if self.decay_start is None else self.decay_start
+
+
+@dataclass
+class _Stepper:
+    """Takes the steps of a training, each with the next minibatch if there are any."""
+
+    model: Callable[..., Any]
+    evaluate: Callable[..., Tensor]
+    optimisers: Mapping[str, torch.optim.Optimizer]
+    schedule: Schedule
+    batches: BatchStream | None
+    scales: DataScales | None
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def take(self, state: _State, rate: float) -> float:
+        """Take a step and note it in the state; return its loss."""
+        schedule, optimiser, args = self.schedule, self.optimisers[""], self.args
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        weight, clip_norm = 1.0, schedule.clip_norm
+        if self.batches is not None and self.scales is not None:
+            args = (*args, *self.batches.next())
+            weight = self.scales.first / self.scales.of(args)
+            # With a fixed limit, training would end at the median gradient's zero.
+            clip_norm *= max(1.0, state.norm)
+        value, norm = _step(self.evaluate, optimiser, weight, clip_norm, args, self.kwargs)
+        state.note_norm(min(norm, clip_norm), schedule.norm_memory)
+        state.losses.append(value)
+        if len(state.losses) % schedule.window == 0:
+            _round_to_zero(self.optimisers.values())
+        if self.batches is not None and math.isnan(value):
+            _refuse_missing_data(self.model, args, self.kwargs, self.batches)
+        return value
 
 
 @in_turn
@@ -174,12 +203,11 @@ def train(
     refuse_nonpositive(max_seconds=max_seconds)
     began = time.perf_counter()
     kwargs, schedule = {**kwargs, **(model_kwargs or {})}, schedule or Schedule()
-    shows_bar, shared = progress and is_first(), args
+    shows_bar = progress and is_first()
     with watching(shows_bar, callbacks), new_stage(name) as line, _compiled(loss, compile):
-        if batches is not None:
-            args = (*shared, *batches.probed[0])
-        parameters = trained_parameters(model, guide, loss, args, kwargs)
-        scales = None if batches is None else DataScales(model, args, kwargs)
+        first = args if batches is None else (*args, *batches.probed[0])
+        parameters = trained_parameters(model, guide, loss, first, kwargs)
+        scales = None if batches is None else DataScales(model, first, kwargs)
         optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
         optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
@@ -187,15 +215,17 @@ def train(
         buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
         # While parameters of the model change, so does the posterior.
         may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(
-            guide, parameters, args, kwargs
+            guide, parameters, first, kwargs
         )
         evaluate: Callable[..., Tensor] = partial(loss.differentiable_loss, model, guide)
         if num_processes() > 1:
             evaluate = loss_of_processes(evaluate, loss, parameters, buffers)
+        stepper = _Stepper(model, evaluate, optimisers, schedule, batches, scales, args, kwargs)
         device, state = next(iter(parameters.values())).device, _State()
+        stored = TrainingCheckpoint(state, parameters, optimisers, loss, buffers)
         file = None if checkpoint is None else own_file(checkpoint, name)
         if file is not None and file.exists():
-            load_checkpoint(file, state, parameters, optimisers, loss, buffers)
+            stored.load(file)
             if batches is not None and state.batches is not None:
                 batches.restore(state.batches)
             if held_out is not None and state.held_out is not None:
@@ -206,22 +236,8 @@ def train(
                     decay_start = state.begin_decay(schedule)
                     clock = _share_of_time(began, max_seconds, device)
                     rate = schedule.rate(len(state.losses), decay_start)
-                    for group in optimiser.param_groups:
-                        group["lr"] = min(rate, schedule.rate_by_clock(clock))
-                    weight, clip_norm = 1.0, schedule.clip_norm
-                    if batches is not None and scales is not None:
-                        args = (*shared, *batches.next())
-                        weight = scales.first / scales.of(args)
-                        # With a fixed limit, training would end at the median gradient's zero.
-                        clip_norm *= max(1.0, state.norm)
-                    value, norm = _step(evaluate, optimiser, weight, clip_norm, args, kwargs)
-                    state.note_norm(min(norm, clip_norm), schedule.norm_memory)
-                    state.losses.append(value)
+                    value = stepper.take(state, min(rate, schedule.rate_by_clock(clock)))
                     steps = len(state.losses)
-                    if steps % schedule.window == 0:
-                        _round_to_zero(optimisers.values())
-                    if batches is not None and math.isnan(value):
-                        _refuse_missing_data(model, args, kwargs, batches)
                     watched.step(values=partial(dict, loss=value))
                     stops = any_process(watched.stopped, device)
                     is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
@@ -236,7 +252,7 @@ def train(
                     if file is not None and (state.finished or steps % checkpoint_every == 0):
                         state.batches = None if batches is None else batches.state()
                         state.held_out = None if held_out is None else held_out.state()
-                        save_checkpoint(file, state, parameters, optimisers, loss, buffers)
+                        stored.save(file)
         except KeyboardInterrupt as interrupt:
             if held_out is not None:
                 held_out.take_best(parameters)

@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 
 from benchmarks import common, energy_potentials
-from pyro_implicit.fitting import training
+from pyro_implicit.fitting.checkpoint import TrainingCheckpoint
 
 
 def bump(x: float, sd: float) -> float:
@@ -139,15 +139,15 @@ def test_a_killed_run_continues_to_the_same_result(few_draws, tmp_path, monkeypa
         "8",
     ]
     (exact,) = call(tmp_path / "exact.jsonl", "--runs", str(tmp_path / "a"), *words)
-    save, saved = training.save_checkpoint, []
+    save, saved = TrainingCheckpoint.save, []
 
-    def killed(*args) -> None:
-        save(*args)
-        saved.append(len(args[1].losses))
+    def killed(self, path) -> None:
+        save(self, path)
+        saved.append(len(self.state.losses))
         if len(saved) == 30:
             raise SystemExit
 
-    monkeypatch.setattr(training, "save_checkpoint", killed)
+    monkeypatch.setattr(TrainingCheckpoint, "save", killed)
     resumed = tmp_path / "resumed.jsonl"
     with pytest.raises(SystemExit):
         call(resumed, "--runs", str(tmp_path / "b"), *words)

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import vae_mnist
 from benchmarks.common import parse_arguments, read_records
+from pyro_implicit.fitting.checkpoint import TrainingCheckpoint
 
 TINY = (
     "--hidden 6 --latent-dim 2 --epochs 4 --num-eval 4 --importance-samples 20 --batch-size 20 "
@@ -39,15 +40,15 @@ def test_a_killed_training_continues_to_the_same_result(
 ):
     words = ["--encoders", encoder]
     (exact,) = call(vae, tmp_path / "a", *words)
-    save, epochs = vae.save_checkpoint, []
+    save, epochs = TrainingCheckpoint.save, []
 
-    def killed(*args):
-        save(*args)
-        epochs.append(args[1].epochs)
+    def killed(self, path):
+        save(self, path)
+        epochs.append(self.state.epochs)
         if len(epochs) == 2:
             raise SystemExit
 
-    monkeypatch.setattr(vae, "save_checkpoint", killed)
+    monkeypatch.setattr(TrainingCheckpoint, "save", killed)
     with pytest.raises(SystemExit):
         call(vae, tmp_path / "b", *words)
     (found,) = call(vae, tmp_path / "b", *words)

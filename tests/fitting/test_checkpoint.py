@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
 from pyro_implicit.fitting import FitPolicy
-from pyro_implicit.fitting import checkpoint as checkpoint_module
+from pyro_implicit.fitting.checkpoint import TrainingCheckpoint, same_start
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators import GatedMLP, ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
@@ -181,10 +181,10 @@ def test_a_file_written_on_another_device(tmp_path):
     optimiser = torch.optim.Adam(parameters.values())
     parameters["loc"].sum().backward()
     optimiser.step()
-    checkpoint_module.save_checkpoint(path, State(), parameters, {"": optimiser})
+    TrainingCheckpoint(State(), parameters, {"": optimiser}).save(path)
     here = {"loc": torch.zeros(3, requires_grad=True)}
     optimiser = torch.optim.Adam(here.values())
-    checkpoint_module.load_checkpoint(path, State(), here, {"": optimiser})
+    TrainingCheckpoint(State(), here, {"": optimiser}).load(path)
     assert torch.equal(here["loc"], parameters["loc"].cpu())
     assert optimiser.state[here["loc"]]["exp_avg"].device.type == "cpu"
 
@@ -291,7 +291,7 @@ def test_the_same_start(tmp_path):
     draws = []
     for seed in (1, 2):
         pyro.set_rng_seed(seed)
-        checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
+        same_start(tmp_path / "start.pt", {"seed": 1})
         draws.append(torch.randn(3))
     assert torch.equal(*draws)
     pyro.set_rng_seed(1)
@@ -299,9 +299,9 @@ def test_the_same_start(tmp_path):
 
 
 def test_the_start_of_other_settings_is_refused(tmp_path):
-    checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
+    same_start(tmp_path / "start.pt", {"seed": 1})
     with pytest.raises(ValueError, match=r"run with seed=1, but this run has seed=2.*another fold"):
-        checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 2})
+        same_start(tmp_path / "start.pt", {"seed": 2})
 
 
 @pytest.mark.parametrize(
