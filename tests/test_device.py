@@ -42,7 +42,7 @@ from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit
 from pyro_implicit.mcmc import AutoConditional
 from pyro_implicit.mcmc.draws import DrawStore
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.trees import map_tree
 from tests import test_contract as contract

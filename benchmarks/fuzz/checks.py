@@ -27,7 +27,7 @@ from benchmarks.fuzz.models import Drawn, Oracle, Rewritten
 from pyro_implicit import AutoSemiImplicit, diagnose, fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise
 from tests.test_contract import ELBOS, GUIDES, refusal
 
 __all__ = ["CHECKS", "Wrong"]

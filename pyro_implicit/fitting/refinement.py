@@ -48,7 +48,8 @@ from pyro_implicit.mcmc import AutoConditional, Refined, teach
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
-from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
+from pyro_implicit.mcmc.spaces.conditional_noise import conditional_noise
+from pyro_implicit.mcmc.spaces.space import GuideNoise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.global_state import same_streams

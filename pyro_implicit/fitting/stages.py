@@ -49,7 +49,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.auto_draws import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded

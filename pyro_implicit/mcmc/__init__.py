@@ -9,8 +9,8 @@ from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.mcmc.refine import refine
 from pyro_implicit.mcmc.refine_by_minibatches import refine_by_minibatches
 from pyro_implicit.mcmc.refined import Refined
+from pyro_implicit.mcmc.spaces.conditional_noise import conditional_reparams
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
-from pyro_implicit.mcmc.spaces.space import conditional_reparams
 from pyro_implicit.mcmc.teaching import Taught, teach
 from pyro_implicit.mcmc.tempering import ModeWeights
 

@@ -24,8 +24,8 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import DrawSummaries
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.mcmc.spaces.conditional_noise import NoiseMap
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
-from pyro_implicit.mcmc.spaces.space import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
 from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates

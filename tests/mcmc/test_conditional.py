@@ -31,8 +31,9 @@ from pyro_implicit.mcmc import (
 )
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.policy import SpacePolicy
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, NoiseMap, dependent_sites
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise, Fitted, NoiseMap, dependent_sites
+from pyro_implicit.mcmc.spaces.space import Fitted
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -17,8 +17,8 @@ from torch.distributions import biject_to
 from pyro_implicit.density import Target
 from pyro_implicit.mcmc import AutoConditional
 from pyro_implicit.mcmc.policy import SpacePolicy
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, NoiseMap, dependent_sites
 from pyro_implicit.mcmc.spaces.conditional_reparam import Unconstrained, transform_of
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependent_sites
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -28,15 +28,8 @@ from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.mixed_chains import MixedChains, mixed_frame, possible_points
 from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, SpacePolicy
-from pyro_implicit.mcmc.spaces.space import (
-    ConditionalNoise,
-    Fitted,
-    GuideNoise,
-    MixedSpace,
-    Space,
-    is_too_late,
-    middle_of,
-)
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, is_too_late, middle_of
+from pyro_implicit.mcmc.spaces.space import Fitted, GuideNoise, MixedSpace, Space
 from pyro_implicit.mcmc.stopping import Quantities
 from pyro_implicit.ops.importance_weights import LogWeights
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
