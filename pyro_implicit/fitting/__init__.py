@@ -14,6 +14,7 @@ from pyro_implicit.fitting.candidates import (
     set_weights,
     weigh,
 )
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.log_evidence import LogEvidence, log_evidence
 from pyro_implicit.fitting.model_comparison import ModelComparison, compare_models
 from pyro_implicit.fitting.policy import (
@@ -32,7 +33,7 @@ from pyro_implicit.fitting.policy import (
 )
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.simulation import SimulatorDiagnosis, SimulatorFit, fit_simulator
-from pyro_implicit.fitting.training import HeldOut, default_loss, train
+from pyro_implicit.fitting.training import default_loss, train
 from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
 from pyro_implicit.runtime.progress import Stage
 

@@ -40,6 +40,7 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.candidates import mean_field_guide
 from pyro_implicit.fitting.checkpoint import loss_settings, own_file, same_start
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.many_rows_fit import fit_many_rows
 from pyro_implicit.fitting.marginal_fit import fit_discrete, fit_marginal
@@ -63,7 +64,7 @@ from pyro_implicit.fitting.refinement import (
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
 from pyro_implicit.fitting.starts import between
-from pyro_implicit.fitting.training import HeldOut, default_loss
+from pyro_implicit.fitting.training import default_loss
 from pyro_implicit.fitting.turns import find_phases, middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names

@@ -20,10 +20,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import set_up
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.policy import HeldOutPolicy, NetworkPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.fitting.training import HeldOut, default_loss
+from pyro_implicit.fitting.training import default_loss
 from pyro_implicit.guides import AutoEnsemble, AutoImplicit, AutoMixture, init_to_shuffled
 from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.sampler import Sampler

@@ -4,329 +4,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pyro
 import torch
-from pyro import poutine
-from pyro.nn import DenseNN
-from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import biject_to
 
-from pyro_implicit.density.bijections import with_small_shares
-from pyro_implicit.density.model import refuse_subsampling
-from pyro_implicit.diagnostics.calibration import (
-    Calibration,
-    calibration_of,
-    rank,
-    simulation_trace,
-)
+from pyro_implicit.diagnostics.calibration import Calibration, calibration_of, rank
 from pyro_implicit.diagnostics.policy import Thresholds
-from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.fitting.policy import SimulatorPolicy
+from pyro_implicit.fitting.simulation_networks import (
+    ConditionalDensity,
+    PairClassifier,
+    train_network,
+)
+from pyro_implicit.fitting.simulator import Pairs, Simulator
 from pyro_implicit.mcmc.policy import TeachPolicy
-from pyro_implicit.mcmc.teaching import KeptBest, maximise
-from pyro_implicit.ops import logistic_ratio_loss
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
-from pyro_implicit.runtime.messages import (
-    Printed,
-    Table,
-    refuse_counts,
-    refuse_nonpositive,
-    refuse_string,
-)
-from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
-from pyro_implicit.runtime.sites import (
-    constrained_parts,
-    is_data,
-    site_parts,
-    survives,
-    unmasked_elements,
-)
+from pyro_implicit.runtime.messages import Printed, Table, refuse_counts, refuse_nonpositive
+from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watching
 
 __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
 
 
 KIND = "a result of fit_simulator"
-
-
-class _Pairs(NamedTuple):
-    """Unconstrained latents ``(n, d)`` and finite data ``(n, m)``."""
-
-    latent: Tensor
-    data: Tensor
-
-
-class _Simulator:
-    """A model whose observed sites are drawn.
-
-    ``observed`` are the data ``(m,)`` with which it was called, ``columns`` their names.
-    """
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        sites: Collection[str] | None,
-    ) -> None:
-        refuse_string(sites=sites)
-        self.model, self.args, self.kwargs = model, args, kwargs
-        trace = simulation_trace(model, args, kwargs)
-        refuse_subsampling(trace, "a simulation")
-        given = self.read_data(args, kwargs)
-        self._refuse_weights(trace, given)
-        self.shapes = {name: value.shape for name, value in given.items()}
-        self.columns = [
-            label for name, shape in self.shapes.items() for label in element_labels(name, shape)
-        ]
-        nodes = dict(trace.iter_stochastic_nodes())
-        latents = [n for n, site in nodes.items() if n not in given and not site_is_subsample(site)]
-        unknown = sorted(set(sites or ()) - set(latents))
-        if unknown:
-            raise ValueError(f"sites names '{unknown[0]}', but the model's latents are {latents}")
-        self.sites = [name for name in latents if sites is None or name in sites]
-        if not latents:
-            raise ValueError("the model has no latent variable. Cure: pyro.sample with a prior")
-        if not self.sites:
-            raise ValueError(f"sites is empty. Cure: some of {latents}, or no sites=, for all")
-        self.priors = {name: nodes[name]["fn"] for name in self.sites}
-        self.supports, self.transforms, self.parts = {}, {}, {}
-        for name in self.sites:
-            support = self.priors[name].support
-            if support.is_discrete:
-                rest = [one for one in self.sites if one != name]
-                raise ValueError(
-                    f"latent '{name}' is discrete, and a simulator's posterior is known for "
-                    f"continuous latents only. Cure: sites={rest}, which averages over '{name}'"
-                )
-            self.supports[name] = support
-            self.transforms[name] = with_small_shares(biject_to(support))
-            self.parts[name] = self.transforms[name].inv(nodes[name]["value"]).shape
-
-    @property
-    def layout(self) -> dict[str, dict[str, list[int]]]:
-        """Names and shapes of the latents, unconstrained, and of the data."""
-        parts = {"latents": self.parts, "data": self.shapes}
-        return {k: {n: list(shape) for n, shape in one.items()} for k, one in parts.items()}
-
-    def read_data(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the observed values of a call."""
-        with torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        found = {name: site["value"] for name, site in trace.nodes.items() if is_data(site)}
-        if not found:
-            raise ValueError(
-                "the model observes nothing. Cure: call it with data, which reach it by obs= (of "
-                "the right shape, if there are none yet)"
-            )
-        for name, value in found.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"the observation of site '{name}' is a {type(value).__name__}, not a tensor. "
-                    f"Cure: torch.as_tensor({name})"
-                )
-            if not value.isfinite().all():
-                raise ValueError(
-                    f"the observed data of site '{name}' are not finite. Cure: leave them out, in "
-                    "the model, too, or replace them by a value that the simulator makes as well"
-                )
-        return found
-
-    def _refuse_weights(self, trace: Trace, names: Iterable[str]) -> None:
-        """Refuse masks and scales of observed sites, which act on densities only."""
-        for name in names:
-            site = trace.nodes[name]
-            is_masked = not unmasked_elements(site).all()
-            if is_masked or not bool((torch.as_tensor(site["scale"]) == 1).all()):
-                what = "masked" if is_masked else "scaled"
-                raise ValueError(
-                    f"site '{name}' is {what}, but no density of the data is used, so that all of "
-                    "them would count in full. Cure: a model that simulates what was observed only"
-                )
-
-    def features(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Return data as one vector.
-
-        :raises ValueError: for other shapes than those of the first call.
-        """
-        for name, shape in self.shapes.items():
-            if data[name].shape != shape:
-                raise ValueError(
-                    f"site '{name}' has shape {tuple(data[name].shape)}, but in the first call "
-                    f"{tuple(shape)}. Cure: data of one shape, for instance summary statistics, or "
-                    "rows that are padded"
-                )
-        like = torch.get_default_dtype()
-        return torch.cat([data[name].reshape(-1).to(like) for name in self.shapes])
-
-    def draw(
-        self, number: int, limit: TimeLimit, share: float, proposal: Tensor | None = None
-    ) -> tuple[_Pairs, int]:
-        """Simulate pairs; return the finite ones, and the number of the others.
-
-        The latents are draws of the prior, or rows of ``proposal``.
-        """
-        rows = None if proposal is None else proposal[torch.randperm(len(proposal))]
-        latents: list[Tensor] = []
-        features: list[Tensor] = []
-        limit = TimeLimit(limit.left(share) if math.isfinite(limit.end) else None)
-        with watch("simulate", number) as watched:
-            while len(latents) < number and not (watched.stopped or limit.is_over()):
-                given = {} if rows is None else self.split(rows[len(latents) % len(rows)])
-                trace = simulation_trace(self.model, self.args, self.kwargs, given)
-                latents.append(self._latent(trace))
-                features.append(self.features({n: trace.nodes[n]["value"] for n in self.shapes}))
-                watched.step()
-        if not latents:
-            raise ValueError("max_seconds is shorter than a simulation. Cure: a larger max_seconds")
-        pairs = _Pairs(torch.stack(latents), torch.stack(features))
-        finite = pairs.data.isfinite().all(-1) & pairs.latent.isfinite().all(-1)
-        return _Pairs(*(part[finite] for part in pairs)), int((~finite).sum())
-
-    def _latent(self, trace: Trace) -> Tensor:
-        parts = []
-        for name in self.sites:
-            value = trace.nodes[name]["value"]
-            if not survives(value, self.supports[name]):
-                raise ValueError(
-                    f"the support of latent '{name}' depends on other latents. Cure: a latent of "
-                    "fixed support that the model scales, or sites= without it"
-                )
-            parts.append(self.transforms[name].inv(value).reshape(-1))
-        return torch.cat(parts).to(torch.get_default_dtype())
-
-    def check_priors(self) -> None:
-        """Refuse latents whose prior depends on other latents."""
-        others = simulation_trace(self.model, self.args, self.kwargs).nodes
-        for name, prior in self.priors.items():
-            value = prior.sample()
-            if not torch.equal(prior.log_prob(value), others[name]["fn"].log_prob(value)):
-                raise ValueError(
-                    f"the prior of latent '{name}' depends on other latents, but rounds > 1 needs "
-                    "independent priors. Cure: rounds=1, or a non-centred model "
-                    "(pyro.infer.reparam.LocScaleReparam)"
-                )
-
-    def log_prior(self, latent: Tensor) -> Tensor:
-        """Return the log-density at unconstrained latents ``(n, d)``."""
-        total = latent.new_zeros(len(latent))
-        for name, part in site_parts(latent, self.parts).items():
-            transform = self.transforms[name]
-            value = transform(part)
-            volume = transform.log_abs_det_jacobian(part, value)
-            for term in (self.priors[name].log_prob(value), volume):
-                total = total + term.reshape(len(latent), -1).sum(-1)
-        return total
-
-    def split(self, latent: Tensor) -> dict[str, Tensor]:
-        """Return constrained values by site of vectors ``(*batch, d)``."""
-        return constrained_parts(latent, self.parts, self.transforms)
-
-
-class _Frame(nn.Module):
-    r"""Standardises pairs by medians and quartiles, which heavy tails do not move.
-
-    Inputs of networks are compressed, too, by :math:`\operatorname{asinh}`, so that a far value is
-    one feature among others. It loses nothing, because it is invertible.
-    """
-
-    latent_loc: Tensor
-    latent_scale: Tensor
-    data_loc: Tensor
-    data_scale: Tensor
-
-    def __init__(self, pairs: _Pairs) -> None:
-        super().__init__()
-        for name, part in zip(_Pairs._fields, pairs, strict=True):
-            ranks = [max(1, round(share * len(part))) for share in (0.25, 0.5, 0.75)]
-            low, middle, high = (part.kthvalue(rank, 0).values for rank in ranks)
-            # Those of a standard normal are 1.349 apart; those of mostly equal values may coincide.
-            scale = torch.where(high > low, (high - low) / 1.349, part.std(0))
-            self.register_buffer(f"{name}_loc", middle)
-            self.register_buffer(f"{name}_scale", torch.where(scale > 0, scale, 1.0))
-
-    def forward(self, latent: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
-        return (latent - self.latent_loc) / self.latent_scale, self.white_data(data)
-
-    def white_data(self, data: Tensor) -> Tensor:
-        return ((data - self.data_loc) / self.data_scale).asinh()
-
-
-class _Density(nn.Module):
-    r"""Conditional density of latents given data, a product of mixtures of normals:
-
-    .. math:: q(u | y) = \prod_i \sum_k w_k N(u_i | m_k, s_k^2),
-
-    where weights, means and scales are functions of :math:`u_{<i}` and y by a network for each
-    coordinate. It is the density of a triangular injective map from uniform noise, each coordinate
-    by the inverse of its conditional distribution function.
-    """
-
-    def __init__(self, pairs: _Pairs, policy: SimulatorPolicy) -> None:
-        super().__init__()
-        self.frame, number = _Frame(pairs), policy.num_components
-        dim, size = pairs.latent.shape[-1], pairs.data.shape[-1]
-        widths = [policy.width] * policy.depth
-        # Logits, means and log sds.
-        networks = [DenseNN(size + i, widths, [number] * 3, nn.SiLU()) for i in range(dim)]
-        zeros = torch.zeros(number)
-        with torch.no_grad():
-            for network in networks:
-                network.layers[-1].bias.copy_(torch.cat([zeros, torch.randn(number), zeros]))
-        self.networks = nn.ModuleList(networks)
-        self.to(pairs.latent)
-
-    def _parts(self, i: int, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Return logits, means and log sds of coordinate i, each ``(*batch, num_components)``."""
-        return self.networks[i](torch.cat([y, x[..., :i].asinh()], -1))
-
-    def log_prob(self, latent: Tensor, data: Tensor) -> Tensor:
-        """Return log q at ``(*batch, d)`` and ``(*batch, m)``, up to a constant."""
-        x, y = self.frame(latent, data)
-        total = x.new_zeros(x.shape[:-1])
-        for i in range(len(self.networks)):
-            logits, mean, log_scale = self._parts(i, x, y)
-            z = (x[..., i : i + 1] - mean) * (-log_scale).exp()
-            parts = logits.log_softmax(-1) - 0.5 * (z.square() + math.log(2 * math.pi)) - log_scale
-            total = total + parts.logsumexp(-1)
-        return total
-
-    @torch.no_grad()
-    def sample(self, data: Tensor) -> Tensor:
-        """Draw one vector for each row of data, ``(n, m)``: ``(n, d)``."""
-        y, dim = self.frame.white_data(data), len(self.frame.latent_loc)
-        x = y.new_zeros(len(y), dim)
-        for i in range(dim):
-            logits, mean, log_scale = self._parts(i, x, y)
-            chosen = torch.multinomial(logits.softmax(-1), 1)
-            noise = torch.randn_like(y[:, :1])
-            value = mean.gather(-1, chosen) + log_scale.gather(-1, chosen).exp() * noise
-            x[:, i] = value.squeeze(-1)
-        return self.frame.latent_loc + self.frame.latent_scale * x
-
-
-class _Classifier(nn.Module):
-    """The log-ratio of the densities of true latents and of draws, given data."""
-
-    def __init__(self, pairs: _Pairs, policy: SimulatorPolicy) -> None:
-        super().__init__()
-        size = pairs.latent.shape[-1] + pairs.data.shape[-1]
-        self.frame = _Frame(pairs)
-        self.network = DenseNN(size, [policy.classifier_width] * 2, [1], nn.SiLU())
-        self.to(pairs.latent)
-
-    def forward(self, latent: Tensor, data: Tensor) -> Tensor:
-        x, y = self.frame(latent, data)
-        return self.network(torch.cat([x.asinh(), y], -1)).squeeze(-1)
 
 
 @dataclass(repr=False, eq=False)
@@ -406,9 +112,9 @@ class SimulatorFit(Printed):
     num_simulations: int
     num_failed: int
     policy: SimulatorPolicy
-    _simulator: _Simulator = field(init=False)
-    _networks: list[_Density] = field(init=False, default_factory=list)
-    _classifier: _Classifier = field(init=False)
+    _simulator: Simulator = field(init=False)
+    _networks: list[ConditionalDensity] = field(init=False, default_factory=list)
+    _classifier: PairClassifier = field(init=False)
     _range: tuple[Tensor, Tensor] = field(init=False)
     #: The data, and latents from which simulations are drawn; both None if there was one round.
     _only: Tensor | None = field(init=False, default=None)
@@ -461,7 +167,7 @@ class SimulatorFit(Printed):
             parts[mine] = network.sample(rows[mine])
         return parts.reshape(data.shape[:-1] + (num_samples, -1))
 
-    def _simulate(self, number: int, limit: TimeLimit, left: int) -> _Pairs:
+    def _simulate(self, number: int, limit: TimeLimit, left: int) -> Pairs:
         """Simulate one of the rounds that are left."""
         policy = self.policy
         with new_stage("simulate") as line:
@@ -481,18 +187,21 @@ class SimulatorFit(Printed):
             )
         return pairs
 
-    def _learn(self, pairs: _Pairs, limit: TimeLimit, left: int) -> None:
+    def _learn(self, pairs: Pairs, limit: TimeLimit, left: int) -> None:
         """Train the networks of one of the rounds that are left."""
         policy, scores = self.policy, []
-        networks: list[_Density] = []
+        networks: list[ConditionalDensity] = []
         with new_stage("posterior") as line:
             for index in range(policy.num_networks):
-                network = _Density(pairs, policy)
+                network = ConditionalDensity(pairs, policy)
                 networks.append(network)
                 # The classifier takes about as long as a network.
                 seconds = limit.left(1 / (left * policy.num_networks - index + 1))
-                objective = partial(_log_density, network)
-                scores.append(_train(pairs, network, objective, policy, seconds, "posterior"))
+                scores.append(
+                    train_network(
+                        pairs, network, network.mean_log_prob, policy, seconds, "posterior"
+                    )
+                )
             shown = ", ".join(f"{score:.3f}" for score in scores)
             line.outcome = f"held-out log-densities of the networks: {shown}"
         self._networks = networks
@@ -608,7 +317,7 @@ class SimulatorFit(Printed):
         content = read_file(Path(path), "cpu", KIND, ())
         kwargs, sites = {**kwargs, **(model_kwargs or {})}, list(content["shapes"]["latents"])
         with seeded(0):  # one simulation shows the layout
-            simulator = _Simulator(model, args, kwargs, sites)
+            simulator = Simulator(model, args, kwargs, sites)
         if simulator.layout != content["shapes"]:
             raise ValueError(
                 f"the file {path} is of a simulator with {content['shapes']}, but this one has "
@@ -623,12 +332,12 @@ class SimulatorFit(Printed):
         found._simulator, found._range = simulator, content["range"]
         found._only, found._proposal = content["rounds"]
         low, dim = content["range"][0], sum(part.numel() for part in simulator.parts.values())
-        blank = _Pairs(low.new_zeros(2, dim), low.new_zeros(2, len(low)))
+        blank = Pairs(low.new_zeros(2, dim), low.new_zeros(2, len(low)))
         with seeded(0):  # the initial values are replaced
             found._networks = [
-                _Density(blank, found.policy) for _ in range(found.policy.num_networks)
+                ConditionalDensity(blank, found.policy) for _ in range(found.policy.num_networks)
             ]
-            found._classifier = _Classifier(blank, found.policy)
+            found._classifier = PairClassifier(blank, found.policy)
         learnt = nn.ModuleList([found._classifier, *found._networks])
         learnt.load_state_dict(content["networks"])
         return found
@@ -728,7 +437,7 @@ def fit_simulator(
     refuse_counts(policy.least_simulations * rounds, num_simulations=num_simulations)
     refuse_nonpositive(max_seconds=max_seconds)
     limit = TimeLimit(max_seconds)
-    simulator = _Simulator(model, args, {**kwargs, **(model_kwargs or {})}, sites)
+    simulator = Simulator(model, args, {**kwargs, **(model_kwargs or {})}, sites)
     found = SimulatorFit([], 0, 0, policy)
     found._simulator = simulator
     if rounds > 1:
@@ -741,52 +450,17 @@ def fit_simulator(
             found._proposal, is_inside = found._propose(num_simulations)
             more = found._simulate(num_simulations // rounds, limit, left)
             inside = is_inside(pairs.latent)
-            pairs = _Pairs(*(torch.cat([a[inside], b]) for a, b in zip(pairs, more, strict=True)))
+            pairs = Pairs(*(torch.cat([a[inside], b]) for a, b in zip(pairs, more, strict=True)))
             found._learn(pairs, limit, left)
             found._proposal = pairs.latent
         found._range = pairs.data.amin(0), pairs.data.amax(0)
         with new_stage("ratio") as line:
-            found._classifier = _Classifier(pairs, policy)
+            found._classifier = PairClassifier(pairs, policy)
             draws = found._sample(pairs.data, 1).squeeze(-2)
-            objective = partial(_contrast, found._classifier, draws)
-            score = _train(pairs, found._classifier, objective, policy, limit.left(), "ratio")
+            objective = partial(found._classifier.contrast, draws)
+            score = train_network(
+                pairs, found._classifier, objective, policy, limit.left(), "ratio"
+            )
             line.outcome = f"held-out logistic loss {-score:.3f}; {2 * math.log(2):.3f} is chance"
         found.stages.append(line)
     return found
-
-
-def _log_density(network: _Density, pairs: _Pairs, rows: Tensor) -> Tensor:
-    return network.log_prob(pairs.latent[rows], pairs.data[rows]).mean()
-
-
-def _contrast(classifier: _Classifier, draws: Tensor, pairs: _Pairs, rows: Tensor) -> Tensor:
-    """Return minus the logistic loss between pairs and the same data with draws."""
-    data = pairs.data[rows]
-    true, drawn = (classifier(latent[rows], data) for latent in (pairs.latent, draws))
-    return -logistic_ratio_loss(true, drawn)
-
-
-def _train(
-    pairs: _Pairs,
-    network: nn.Module,
-    objective: Callable[[_Pairs, Tensor], Tensor],
-    policy: SimulatorPolicy,
-    seconds: float,
-    name: str,
-) -> float:
-    """Maximise an objective on a random part of the pairs; return that of the held-out part."""
-    order = torch.randperm(len(pairs.data), device=pairs.data.device)
-    held, rows = order.tensor_split([round(policy.held_out_share * len(order))])
-
-    @torch.no_grad()
-    def score() -> float:
-        return objective(pairs, held).item()
-
-    best = KeptBest(list(network.parameters()), score())
-    with torch.enable_grad():
-        maximise(
-            lambda chosen: objective(pairs, rows[chosen]), len(rows), best, score,
-            policy.num_steps, policy.lr, policy.batch_size, policy.training, name, seconds,
-        )  # fmt: skip
-    best.restore()
-    return best.score

@@ -34,6 +34,7 @@ from pyro_implicit.fitting.candidates import (
     set_weights,
     weigh,
 )
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.parameters import (
     describe,
     first_few,
@@ -44,7 +45,7 @@ from pyro_implicit.fitting.parameters import (
 )
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule, TrainingPolicy
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.training import HeldOut, TrainingInterrupted, default_loss, train
+from pyro_implicit.fitting.training import TrainingInterrupted, default_loss, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.auto_draws import forget
 from pyro_implicit.guides.posterior_draws import draw

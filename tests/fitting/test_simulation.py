@@ -19,15 +19,13 @@ from pyro_implicit import fit_simulator
 from pyro_implicit.callbacks import Callback
 from pyro_implicit.diagnostics.calibration import simulation_trace
 from pyro_implicit.fitting import SimulatorFit, SimulatorPolicy
-from pyro_implicit.fitting.simulation import (
-    _Classifier,
-    _contrast,
-    _Density,
-    _Frame,
-    _Pairs,
-    _Simulator,
-    _train,
+from pyro_implicit.fitting.simulation_networks import (
+    ConditionalDensity,
+    PairClassifier,
+    PairFrame,
+    train_network,
 )
+from pyro_implicit.fitting.simulator import Pairs, Simulator
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded as pyro_seed
 
@@ -117,8 +115,8 @@ def test_a_classifier_sees_what_ranks_of_marginals_miss():
         for parameter in network.networks.parameters():
             parameter.data.zero_()
     pairs, _ = found._simulator.draw(1500, TimeLimit(None), 1.0)
-    objective = partial(_contrast, found._classifier, found._sample(pairs.data, 1).squeeze(-2))
-    _train(pairs, found._classifier, objective, SMALL, math.inf, "ratio")
+    objective = partial(found._classifier.contrast, found._sample(pairs.data, 1).squeeze(-2))
+    train_network(pairs, found._classifier, objective, SMALL, math.inf, "ratio")
     wrong = found.diagnose(seed=1)
     assert not wrong.calibration.failures
     assert wrong.accuracy > 0.7 and wrong.verdict == "do not trust"
@@ -132,8 +130,8 @@ def test_data_outside_of_all_simulations_are_named(fitted):
 
 def test_the_density_is_normalised_and_matches_its_draws():
     torch.manual_seed(0)
-    pairs = _Pairs(*(3 + 2 * torch.randn(200, 1, dtype=torch.float64) for _ in range(2)))
-    density = _Density(pairs, SMALL)
+    pairs = Pairs(*(3 + 2 * torch.randn(200, 1, dtype=torch.float64) for _ in range(2)))
+    density = ConditionalDensity(pairs, SMALL)
     y = torch.tensor([[2.0]], dtype=torch.float64)
     grid = torch.linspace(-40, 40, 8001, dtype=torch.float64).unsqueeze(-1)
     density_at = density.log_prob(grid, y.expand(8001, -1)).exp().detach() / 2
@@ -150,7 +148,7 @@ def test_heavy_tails_do_not_move_the_frame():
     cauchy = 2 + 3 * (math.pi * (levels - 0.5)).tan()
     mostly_zero = torch.where(levels < 0.8, 0.0, 5.0)  # its sd is 2
     data = torch.stack([cauchy, mostly_zero, torch.full_like(cauchy, 7.0)], -1)
-    frame = _Frame(_Pairs(cauchy.unsqueeze(-1), data))
+    frame = PairFrame(Pairs(cauchy.unsqueeze(-1), data))
     scale, middle = 3 / 0.6745, torch.tensor([2.0, 0.0, 7.0])
     torch.testing.assert_close(frame.data_loc, middle, atol=0.01, rtol=0)
     torch.testing.assert_close(frame.data_scale, torch.tensor([scale, 2.0, 1.0]), rtol=0.01, atol=0)
@@ -161,9 +159,11 @@ def test_heavy_tails_do_not_move_the_frame():
 
 
 def test_far_values_are_moderate_inputs_of_networks():
-    pairs = _Pairs(torch.randn(100, 2), torch.randn(100, 3))
-    far = _Pairs(torch.full((1, 2), 1e12), torch.full((1, 3), 1e12))
-    density, classifier = (one(pairs, SimulatorPolicy()) for one in (_Density, _Classifier))
+    pairs = Pairs(torch.randn(100, 2), torch.randn(100, 3))
+    far = Pairs(torch.full((1, 2), 1e12), torch.full((1, 3), 1e12))
+    density, classifier = (
+        one(pairs, SimulatorPolicy()) for one in (ConditionalDensity, PairClassifier)
+    )
     largest = []
     for network in (*density.networks, classifier.network):
         network.register_forward_pre_hook(lambda _, given: largest.append(given[0].abs().max()))
@@ -172,8 +172,8 @@ def test_far_values_are_moderate_inputs_of_networks():
 
 
 def test_a_coordinate_depends_on_the_data_and_the_earlier_ones():
-    pairs = _Pairs(torch.randn(200, 3), torch.randn(200, 2))
-    density, (x, y) = _Density(pairs, SMALL), pairs
+    pairs = Pairs(torch.randn(200, 3), torch.randn(200, 2))
+    density, (x, y) = ConditionalDensity(pairs, SMALL), pairs
     others = [x.clone() for _ in range(3)]
     for i, other in enumerate(others):
         other[:, i] += 1
@@ -298,7 +298,7 @@ def test_limits_and_callbacks_end_the_simulations():
 
 
 def test_simulations_replay_the_model():
-    simulator = _Simulator(nuisance, (torch.ones(2),), {}, ["slope"])
+    simulator = Simulator(nuisance, (torch.ones(2),), {}, ["slope"])
     torch.manual_seed(0)
     trace = simulation_trace(nuisance, (torch.ones(2),), {})
     torch.manual_seed(0)
@@ -352,7 +352,7 @@ def test_the_log_density_of_the_prior_in_unconstrained_space():
         m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         pyro.sample("y", dist.Normal(p.sum() + m.sum(), 1.0), obs=y)
 
-    simulator = _Simulator(model, (torch.tensor(1.0),), {}, None)
+    simulator = Simulator(model, (torch.tensor(1.0),), {}, None)
     latent = torch.randn(4, 5)
     p = latent[:, :3].sigmoid()
     beta = dist.Beta(2.0, 3.0).log_prob(p) + p.log() + (1 - p).log()
