@@ -386,6 +386,7 @@ def fit_simulator(
 
     **Example:**
 
+    >>> import pyro
     >>> import pyro.distributions as dist
     >>> def simulate(rate):
     ...     return rate + 0.5 * torch.randn(3)
