@@ -235,7 +235,8 @@ class Stages:
 
         def step() -> None:
             value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
-            torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
+            trained = [one for one in guide.parameters() if one.requires_grad]
+            torch.autograd.grad(value, trained, allow_unused=True)
 
         return estimated_seconds(step, num_runs=self.num_particles if self.one_by_one else 1)
 

@@ -208,7 +208,7 @@ def train(
         optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
             optimisers |= loss.optimisers
-        buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
+        buffers = _fixed_tensors(guide) if isinstance(guide, torch.nn.Module) else {}
         # While parameters of the model change, so does the posterior.
         may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(
             guide, parameters, first, kwargs
@@ -257,6 +257,12 @@ def train(
             optimiser.zero_grad()  # a later SVI would add to them
             line.outcome = f"{len(state.losses)} steps"
         return state.losses
+
+
+def _fixed_tensors(guide: torch.nn.Module) -> dict[str, Tensor]:
+    """Return buffers and frozen parameters by name, such as the frame of a neural sampler."""
+    frozen = {name: one for name, one in guide.named_parameters() if not one.requires_grad}
+    return {**dict(guide.named_buffers()), **frozen}
 
 
 def _share_of_time(began: float, max_seconds: float, device: torch.device) -> float:

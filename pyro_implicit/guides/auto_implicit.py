@@ -171,10 +171,13 @@ class AutoImplicit(AutoDraws):
         return Frame(**{name: store[self._pyro_get_fullname(f"frame_{name}")] for name in names})
 
     def _set_frame(self, name: str, value: Tensor | None) -> None:
-        if value is not None:
-            # A parameter, so that every way of saving keeps it; it is detached wherever it is used.
-            value = PyroParam(value.detach().clone())
-        setattr(self, f"frame_{name}", value)
+        if value is None:
+            setattr(self, f"frame_{name}", None)
+            return
+        # A parameter, so that every way of saving keeps it, but one that nothing trains: it is
+        # detached wherever it is used, and weight decay must not shrink it.
+        setattr(self, f"frame_{name}", PyroParam(value.detach().clone()))
+        getattr(self, f"frame_{name}_unconstrained").requires_grad_(False)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in Frame._fields:

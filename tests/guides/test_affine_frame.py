@@ -136,6 +136,25 @@ def test_what_was_given_is_copied():
 
 
 @both
+@pytest.mark.parametrize("frame", [Frame(LOC, torch.tensor([2.0, 0.5])), Frame(LOC, None, FACTOR)])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_nothing_trains_a_frame(make_guide, frame, is_loaded):
+    guide = make_guide(pair, frame=frame)
+    guide()
+    if is_loaded:
+        state = guide.state_dict()
+        pyro.clear_param_store()
+        guide = make_guide(pair, frame=None)
+        guide()
+        guide.load_state_dict(state)
+    before = {name: one.detach().clone() for name, one in guide.named_parameters()}
+    sum((one - 3.0).square().sum() for one in guide.parameters()).backward()
+    torch.optim.AdamW(guide.parameters(), weight_decay=0.5).step()
+    moved = {name for name, one in guide.named_parameters() if not torch.equal(one, before[name])}
+    assert moved == {name for name in before if not name.startswith("frame_")} != before.keys()
+
+
+@both
 @pytest.mark.parametrize("base", [AutoNormal, AutoMultivariateNormal])
 def test_a_frame_and_the_guide_it_was_taken_from_are_the_same(make_guide, base):
     gaussian = base(pair)
