@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check that flat priors have data."""
+"""A check that flat and masked priors have data."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ from pyro_implicit.runtime.sites import innermost, innermost_support, is_flat
 
 __all__ = ["refuse_improper"]
 
+_CURES = {
+    False: "a proper prior; or leave these elements out, for instance the islands of a lattice",
+    True: "mask the observations, but not the latents: then these elements have their prior",
+}
+
 
 class _Posterior(Protocol):
     """What the check needs of a :class:`~pyro_implicit.density.Target` with all data."""
@@ -25,6 +30,7 @@ class _Posterior(Protocol):
     init_loc: Tensor
     latent_dim: int
     priors: dict[str, Any]
+    masked: tuple[str, ...]
 
     @property
     def places(self) -> dict[str, Tensor]: ...
@@ -39,12 +45,13 @@ class _Posterior(Protocol):
 
 
 def refuse_improper(target: _Posterior) -> None:
-    """Check that each element of flat priors, and each direction of a few of them, changes the
-    density.
+    """Check that each element of flat and masked priors, and each direction of a few of them,
+    changes the density.
 
     :raises ValueError: naming the sites.
     """
-    flat = [name for name, prior in target.priors.items() if is_flat(prior)]
+    masked = target.masked
+    flat = [name for name, prior in target.priors.items() if is_flat(prior) or name in masked]
     if not flat:
         return
     if target.latent_dim <= MAX_DENSE_DIM:
@@ -53,9 +60,9 @@ def refuse_improper(target: _Posterior) -> None:
         if names:
             raise ValueError(
                 f"the posterior is improper, as far as {target.init_loc.dtype} can tell: the "
-                f"log-density does not fall along a direction of {names}, which have flat "
-                "priors. Cure: proper priors; or fewer latents, for instance one intercept "
-                "instead of two"
+                f"log-density does not fall along a direction of {names}, which have "
+                f"{_kind(any(found[name].any() for name in masked))}. Cure: proper priors; or "
+                "fewer latents, for instance one intercept instead of two"
             )
     points = nearby(target.init_loc, 2).requires_grad_()
     try:
@@ -71,10 +78,13 @@ def refuse_improper(target: _Posterior) -> None:
         if number and _is_unbounded(innermost_support(support)):
             raise ValueError(
                 f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
-                f"site '{name}' have a flat prior, and neither data nor other sites depend on "
-                "them. Cure: a proper prior; or leave these elements out, for instance the "
-                "islands of a lattice"
+                f"site '{name}' have {_kind(name in masked)}, and neither data nor other sites "
+                f"depend on them. Cure: {_CURES[name in masked]}"
             )
+
+
+def _kind(is_masked: bool) -> str:
+    return "a mask in place of a prior" if is_masked else "flat priors"
 
 
 def _endless(target: _Posterior, flat: list[str]) -> Tensor:

@@ -34,7 +34,7 @@ from pyro_implicit.density.model_runs import ModelRuns
 from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
-from pyro_implicit.runtime.sites import innermost, unplated_dims
+from pyro_implicit.runtime.sites import innermost, unmasked_elements, unplated_dims
 
 __all__ = ["Target"]
 
@@ -122,6 +122,10 @@ class Target:
         self.transforms: dict[str, Any] = self._coordinates.transforms
         #: By site, its distribution in the first run.
         self.priors: dict[str, Any] = {name: latents.nodes[name]["fn"] for name in self.shapes}
+        #: The latent variables with elements that have no prior, because a mask leaves them out.
+        self.masked: tuple[str, ...] = tuple(
+            name for name in self.shapes if not unmasked_elements(latents.nodes[name]).all()
+        )
         self.init_loc: Tensor = self._coordinates.start
         self.latent_dim: int = len(self.init_loc)
         #: The discrete latent variables that have coordinates.
@@ -278,8 +282,8 @@ class Target:
         return list(found.values())
 
     def refuse_improper(self) -> None:
-        """Check that flat priors have data: each element, and each direction of a few elements,
-        must change the density.
+        """Check that flat and masked priors have data: each element, and each direction of a few
+        elements, must change the density.
 
         :raises ValueError: naming the sites.
         """

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from torch.distributions import constraints
 
 from pyro_implicit import fit
@@ -86,3 +87,47 @@ def test_an_endless_direction_is_named(model, names, dtype):
 def test_proper_posteriors_pass(model, dtype):
     torch.set_default_dtype(dtype)
     Target(model).refuse_improper()
+
+
+def padded(y, lengths, by_handler=True):
+    """Two series of different lengths, whose states are masked beyond their ends."""
+    z = torch.zeros(2)
+    with pyro.plate("series", 2):
+        for t in pyro.markov(range(y.shape[1])):
+            mask = t < lengths
+            with poutine.mask(mask=mask if by_handler else torch.tensor(True)):
+                fn = dist.Normal(z, 1.0)
+                z = pyro.sample(f"z_{t}", fn if by_handler else fn.mask(mask))
+                pyro.sample(f"y_{t}", dist.Normal(z, 0.5).mask(mask), obs=y[:, t])
+
+
+@pytest.mark.parametrize("by_handler", [True, False])
+def test_masked_elements_that_nothing_depends_on_are_refused(by_handler):
+    lengths, y = torch.tensor([3, 2]), torch.randn(2, 3)
+    message = r"1 of 2 elements of site 'z_2' have a mask in place of a prior.*Cure: mask the obs"
+    with pytest.warns(UserWarning, match="1 of 2 elements of latent 'z_2' have no prior"):
+        with pytest.raises(ValueError, match=message):
+            fit(padded, "auto", y, lengths, by_handler, seed=0, progress=False)
+
+
+def test_a_masked_sum_is_endless_in_its_differences():
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).mask(False).to_event(1))
+        observe(x.sum(), 1.0)
+
+    message = "direction of 'x', which have a mask in place of a prior. Cure"
+    with (
+        pytest.warns(UserWarning, match="3 of 3 elements"),
+        pytest.raises(ValueError, match=message),
+    ):
+        fit(model, seed=0, progress=False)
+
+
+def test_masked_elements_with_data_are_proper():
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).mask(False).to_event(1))
+        observe(x[0] * X + x[1], 1.0)
+
+    with pytest.warns(UserWarning, match="2 of 2 elements"):
+        target = Target(model)
+    target.refuse_improper()

@@ -23,7 +23,6 @@ from pyro import poutine
 from pyro.distributions import Delta, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
-from torch import Tensor
 from torch.distributions import MixtureSameFamily, biject_to, constraints
 
 from pyro_implicit.density.checks.observations import refuse_unfit_data, support_bounds
@@ -35,7 +34,9 @@ from pyro_implicit.runtime.sites import (
     innermost_support,
     is_data,
     is_discrete_latent,
+    is_flat,
     is_latent,
+    unmasked_elements,
 )
 
 __all__ = [
@@ -168,16 +169,16 @@ def _warn_of_transformed_angle(name: str, site: Site) -> None:
 
 
 def _warn_of_masked(name: str, site: Site) -> None:
-    mask = site["mask"]
-    if not isinstance(mask, Tensor) or mask.all() or name.endswith("_unobserved"):  # of obs_mask
+    if is_flat(site["fn"]) or name.endswith("_unobserved"):  # of obs_mask
         return
-    batch_shape = torch.broadcast_shapes(mask.shape, site["fn"].batch_shape)
-    masked = batch_shape.numel() - int(mask.expand(batch_shape).sum())
-    warn_user(
-        f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density (the model "
-        "masks them): they are improper, no guide can fit them, and every bound counts them. Cure: "
-        "do not mask latents"
-    )
+    has_prior = unmasked_elements(site)
+    masked = has_prior.numel() - int(has_prior.sum())
+    if masked:
+        warn_user(
+            f"{masked} of {has_prior.numel()} elements of latent '{name}' have no prior, because "
+            "the model masks them: elements on which nothing else depends are improper, no guide "
+            "can fit them, and every bound counts them. Cure: mask observations, but not latents"
+        )
 
 
 class MovingSupportError(ValueError):

@@ -116,15 +116,19 @@ def test_zero_latents():
         Target(lambda: pyro.sample("x", dist.Normal(torch.zeros(0), 1.0).to_event(1)))
 
 
-def test_masked_latents():
-    def model(mask):
-        with pyro.plate("rows", 4), pyro.poutine.mask(mask=mask):
-            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+@pytest.mark.parametrize("by_handler", [True, False])
+def test_masked_latents(by_handler):
+    mask = torch.tensor([True, False, False, False])
+
+    def model():
+        outer, inner = (mask, True) if by_handler else (True, mask)
+        with pyro.plate("rows", 4), pyro.poutine.mask(mask=outer):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0).mask(inner))
         pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(1.0))
 
-    message = r"3 of 4 elements of latent 'x' have no density .the model masks them.*improper"
-    with pytest.warns(UserWarning, match=message + ".*Cure: do not mask latents"):
-        Target(model, torch.tensor([True, False, False, False]))
+    message = r"3 of 4 elements of latent 'x' have no prior, because the model masks them.*improper"
+    with pytest.warns(UserWarning, match=message + ".*Cure: mask observations, but not latents"):
+        Target(model)
 
 
 def forgotten(x, y=None):
