@@ -47,6 +47,8 @@ class Diagnosis(Printed):
     :ivar num_samples: the number of draws that were checked.
     :ivar num_stored: the number of stored draws if fewer were checked, because they are worth only
         so many independent ones: chains are correlated, and resampled draws repeat; else 0.
+    :ivar weighed: k-hat and effective sample size of the weights by which ``fit`` resampled the
+        draws, else empty.
     :ivar latent_dim: the number of unconstrained latent variables.
     :ivar bound: lower bound of the log evidence in nats, with k-hat and effective sample size of
         the importance weights; None for a guide without density.
@@ -112,6 +114,7 @@ class Diagnosis(Printed):
     given: str = ""
     semi_implicit: bool = False
     num_stored: int = 0
+    weighed: str = ""
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
 
     @property
@@ -170,7 +173,8 @@ class Diagnosis(Printed):
                 f"at least {self.bound.value:.2f} +- {self.bound.standard_error:.2f}",
             )
         elif self.of_chains:
-            yield "importance weights", "none needed for draws of chains or resampled draws"
+            used = f"the draws were resampled by them: {self.weighed}" if self.weighed else ""
+            yield "importance weights", used or "none needed for draws of chains or resampled draws"
         else:
             yield "importance weights", f"none: {self.no_density or 'not computed'}"
         if self.importance is not None:

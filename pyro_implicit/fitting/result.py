@@ -487,7 +487,9 @@ class Fit(Printed):
             "progress": progress,
             "policy": policy,
         }
-        known_faults: dict[str, Any] = {
+        weights = [line.outcome for line in self.stages if line.name == "correct"]
+        of_fit: dict[str, Any] = {
+            "weighed": weights[-1] if weights and self.refined is None else "",
             "extrapolated": self.extrapolated,
             "coarse": self.coarse,
             "given": self.unsettled,
@@ -495,7 +497,7 @@ class Fit(Printed):
         if self.marginal is not None and self.target.sampled:
             options |= {"modes": modes, "num_transitions": num_transitions}
             found = self.marginal.diagnose(**options)
-            return replace(found, **known_faults)
+            return replace(found, **of_fit)
         if isinstance(modes, str) and modes == "known":
             known = None if callable(quantities) else self._known_modes
             modes = "search" if known is None else known
@@ -517,7 +519,7 @@ class Fit(Printed):
             **options,
         )
         held_out = next(reversed(self.held_out.values()), None)
-        return replace(found, held_out=held_out, **known_faults)
+        return replace(found, held_out=held_out, **of_fit)
 
     def _same_in_all_processes(self) -> AbstractContextManager[None]:
         """Give all processes the same random numbers, if a pass adds up their minibatches."""

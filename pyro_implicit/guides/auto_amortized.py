@@ -321,6 +321,11 @@ class RowData:
             self._find_index(index["value"], args, kwargs)
         if not reads_index:
             self.places = [place for place in self.places if place != self.index_place]
+        if self.size < 0:
+            raise ValueError(
+                f"plate '{plate.name}' has no size, so that its rows are not known. Cure: "
+                f"pyro.plate('{plate.name}', len(x)) with the data x"
+            )
         if not self.places:
             raise ValueError(
                 f"plate '{plate.name}' has {plate.size} rows, but no argument of the model is a "
@@ -356,7 +361,8 @@ class RowData:
                 raise ValueError(
                     f"the encoder of plate '{self.plate_name}' reads argument {place!r} of the "
                     "model, a tensor of rows, which is missing. Cure: call the guide with all "
-                    "arguments of its first call"
+                    "arguments of its first call; for an argument that not every minibatch has, "
+                    "such as labels, a guide with an encoder of your own in place of amortize"
                 )
             values.append(value)
         if len({len(value) for value in values}) > 1:

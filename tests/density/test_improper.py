@@ -116,10 +116,7 @@ def test_a_masked_sum_is_endless_in_its_differences():
         observe(x.sum(), 1.0)
 
     message = "direction of 'x', which have a mask in place of a prior. Cure"
-    with (
-        pytest.warns(UserWarning, match="3 of 3 elements"),
-        pytest.raises(ValueError, match=message),
-    ):
+    with pytest.raises(ValueError, match=message):
         fit(model, seed=0, progress=False)
 
 
@@ -128,6 +125,4 @@ def test_masked_elements_with_data_are_proper():
         x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).mask(False).to_event(1))
         observe(x[0] * X + x[1], 1.0)
 
-    with pytest.warns(UserWarning, match="2 of 2 elements"):
-        target = Target(model)
-    target.refuse_improper()
+    Target(model).refuse_improper()

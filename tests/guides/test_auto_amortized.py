@@ -410,6 +410,14 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="plate 'rows' has 20 rows, but no argument .* Cure: pass"):
         AutoAmortized(closed_over)()
 
+    def without_size(x):
+        with pyro.plate("rows"):
+            z = pyro.sample("z", dist.Normal(torch.zeros(len(x)), 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    with pytest.raises(ValueError, match=r"plate 'rows' has no size.* Cure: pyro.plate\('rows', l"):
+        AutoAmortized(without_size)(x)
+
     def by_index(x, index):  # rows in the last dimension, which the encoder does not read
         with pyro.plate("rows", 40, subsample=index):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))

@@ -173,7 +173,8 @@ def _warn_of_masked(name: str, site: Site) -> None:
         return
     has_prior = unmasked_elements(site)
     masked = has_prior.numel() - int(has_prior.sum())
-    if masked:
+    # A mask of all elements is deliberate: another term, such as a factor, is their density.
+    if 0 < masked < has_prior.numel():
         warn_user(
             f"{masked} of {has_prior.numel()} elements of latent '{name}' have no prior, because "
             "the model masks them: elements on which nothing else depends are improper, no guide "
