@@ -519,4 +519,5 @@ def beyond(check: MomentCheck) -> str:
     """Describe the errors that a check cannot see."""
     mean, sd = check.resolution.mean, check.resolution.sd
     of_sds = f"a factor of {sd:.2f}" if math.isfinite(sd) else "any size"
-    return f"below {mean:.2f} sd in means or of {of_sds} in sds"
+    of_means = f"below {mean:.2f} sd" if mean < 1 else "of whole sds"
+    return f"{of_means} in means or of {of_sds} in sds"

@@ -233,6 +233,15 @@ def test_a_check_without_power_does_not_contradict_trust():
     assert "would not show, and other checks decide the verdict" in str(found)
     telling = dataclasses.replace(found, drift=blind._replace(resolution=Resolution(0.1, 1.1)))
     assert "would not show" in str(telling) and "other checks" not in str(telling)
+    nothing = blind._replace(resolution=Resolution(31.0, math.inf))
+    assert "errors of whole sds in means or of any size in sds would not show" in str(
+        dataclasses.replace(found, drift=nothing)
+    )
+
+
+def test_weights_by_which_draws_were_resampled_are_repeated():
+    found = Diagnosis(1000, 2, settled=True, weighed="k-hat 0.37, effective sample size 96%")
+    assert "the draws were resampled by them: k-hat 0.37, effective" in str(found)
 
 
 def test_doubts_of_chains():
