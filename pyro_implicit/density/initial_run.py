@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyro_implicit.density.bijections import on_one_turn, turns_of
 from pyro_implicit.density.checks import refuse_moving_sites, refuse_unfit_sites
+from pyro_implicit.density.checks.masks import MaskWatch
 from pyro_implicit.density.checks.observations import explain, warn_of_missing_data
 from pyro_implicit.density.discrete import (
     Elements,
@@ -118,17 +119,21 @@ class InitialRun:
     def _run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
         first_error = None
         for init in (init_loc_fn, *(init_to_sample,) * RUNS.max_retries):
-            start = FlatPriorStart(init, like=self.like)
+            start, masks = FlatPriorStart(init, like=self.like), MaskWatch()
             try:
                 with (
                     poutine.block(),
                     InitMessenger(start),
                     poutine.block(hide_fn=_is_drawn),
+                    masks,
                 ):
                     model = poutine.trace(without_sequential_plates(self.model))
-                    return restore_priors(model.get_trace(*self.args, **self.kwargs))
+                    trace = model.get_trace(*self.args, **self.kwargs)
             except Exception as error:  # of the model; raised below if no start works
                 first_error = first_error or error
+                continue
+            masks.refuse_changed()
+            return restore_priors(trace)
         assert first_error is not None
         found = explain(first_error, self.model, self.args, self.kwargs)
         raise found from (None if found is first_error else first_error)

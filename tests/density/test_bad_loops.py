@@ -204,3 +204,30 @@ def test_groups_without_data_have_the_density_of_their_prior():
     assert target._fused.refusal is None
     tau = points[:, :1].exp()
     torch.testing.assert_close(score[:, 1::2], -points[:, 1::2] / tau**2)
+
+
+@pytest.mark.parametrize("by_handler", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_masks_that_change_after_their_site(by_handler, in_place):
+    """Capture and recapture, as in Pyro's example: an animal counts once it was seen."""
+
+    def model(y):
+        rate = pyro.sample("rate", dist.Beta(1.0, 1.0))
+        seen = torch.zeros(len(y), dtype=torch.bool)
+        with pyro.plate("animals", len(y)):
+            for t in pyro.markov(range(y.shape[1])):
+                outer, inner = (seen, True) if by_handler else (True, seen)
+                with poutine.mask(mask=outer):
+                    pyro.sample(f"y_{t}", dist.Bernoulli(rate).mask(inner), obs=y[:, t])
+                seen = seen.logical_or_(y[:, t] > 0) if in_place else seen | (y[:, t] > 0)
+
+    y = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    if in_place:
+        message = "changes the mask of site 'y_0' after it.* Cure: a new tensor"
+        with pytest.raises(ValueError, match=message):
+            Target(model, y)
+    else:  # the first capture does not count
+        points = torch.tensor([[0.3]])
+        rate = points[0].sigmoid()
+        expected = rate.log() + 2 * (-rate).log1p() + (rate * (1 - rate)).log()
+        torch.testing.assert_close(Target(model, y).log_prob(points), expected)
