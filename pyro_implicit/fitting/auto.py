@@ -296,11 +296,20 @@ def fit(
         "progress": progress,
         "compile": compile,
     }
-    limit = TimeLimit(max_seconds)
     stages = Stages(
-        model, args, kwargs, num_steps, lr, num_particles, limit, policy, options, callbacks
+        model,
+        args,
+        kwargs,
+        num_steps,
+        lr,
+        num_particles,
+        TimeLimit(max_seconds),
+        policy,
+        options,
+        callbacks,
+        validation,
+        teach,
     )
-    stages.validation, stages.teaches = validation, teach
     if batches is not None:
         _take_batches(stages, BatchStream(batches), epochs, refine is True, is_network)
     keep_frozen(model, guide)
@@ -319,7 +328,7 @@ def _take_batches(
     stages: Stages, batches: BatchStream, epochs: int | None, refine: bool, is_network: bool
 ) -> None:
     """Let trainings use minibatches, and score the rows for validation after each epoch."""
-    stages.batches, stages.first_batch = batches, batches.probed[0]
+    stages.batches = batches
     stages.result.minibatches = True
     refuse_processes(stages.first_batch, refine)
     stages.epochs = epochs or stages.policy.training.epochs_of(batches.epoch_length)

@@ -61,8 +61,7 @@ def fit_marginal(
     limit = TimeLimit(stages.limit.left(policy.time_share))
     if math.isinf(stages.limit.end):
         limit = stages.limit
-    inner = replace(stages, model=model, policy=settings, limit=limit)
-    inner.result.target = rest
+    inner = stages.begin_again(rest, limit, model=model, policy=settings)
     found = fit_rest(inner, rest, plan, refine)
     stages.guides += inner.guides
     result.stages += found.stages
@@ -181,8 +180,7 @@ def _short_chains_converge(stages: Stages, target: Target) -> bool:
     seconds = min(limits.chain_seconds, stages.limit.left(1 - limits.time_share))
     if seconds <= 0:
         return False
-    trial = replace(stages, limit=TimeLimit(seconds))
-    trial.result.target = target
+    trial = stages.begin_again(target, TimeLimit(seconds))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = _by_chains(trial, target)

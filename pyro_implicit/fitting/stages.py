@@ -96,6 +96,8 @@ class Stages:
     :param policy: budgets, limits and thresholds.
     :param options: arguments of :func:`~pyro_implicit.fitting.train`, such as ``checkpoint``.
     :param callbacks: observers of the call.
+    :param validation: held-out rows that the user gave.
+    :param teaches: whether generators learn from the chains of a network.
     """
 
     model: Callable[..., Any]
@@ -108,34 +110,54 @@ class Stages:
     policy: FitPolicy = field(default_factory=FitPolicy)
     options: dict[str, Any] = field(default_factory=lambda: {"progress": False, "compile": "auto"})
     callbacks: Iterable[Callback] = ()
+    validation: Any = None
+    teaches: bool = False
+
+    # State of the call, which `begin_again` resets.
+    #: The result so far.
+    result: Fit = field(init=False)
+    #: Weighed guides, of which `choose` takes the best.
+    candidates: list[Candidate] = field(init=False, default_factory=list)
+    #: Guides made by this call.
+    guides: list[AutoGuide] = field(init=False, default_factory=list)
+    #: The model of trainings; its parameters are fixed once they are learnt.
+    trained: Callable[..., Any] = field(init=False)
+    #: Minibatches of all trainings; None with all data.
+    batches: BatchStream | None = field(init=False, default=None)
+    #: Passes over the minibatches.
+    epochs: int = field(init=False, default=0)
+    #: Held-out rows that end trainings by minibatches.
+    held_out: HeldOut | None = field(init=False, default=None)
+    #: Name and guide of the current training.
+    in_training: tuple[str, Any] | None = field(init=False, default=None)
+    #: Whether the model runs once for each particle.
+    one_by_one: bool = field(init=False, default=False)
+    #: The noise of the priors as coordinates of the chains, if the model has any.
+    noise: ConditionalNoise | None = field(init=False, default=None)
+    #: Importance weights of the latest candidate, if they suffice.
+    reliability: LogWeights | None = field(init=False, default=None)
+    #: Seconds of the log-density by the number of draws, once they are needed.
+    _seconds: Callable[[int], float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.result = Fit(source=(self.model, self.args, self.kwargs), policy=self.policy)
-        self.candidates: list[Candidate] = []
-        #: Guides made by this call.
-        self.guides: list[AutoGuide] = []
-        self.batches: BatchStream | None = None
-        #: The first minibatch; empty with all data.
-        self.first_batch: tuple = ()
-        #: Passes over the minibatches.
-        self.epochs = 0
-        self.held_out: HeldOut | None = None
-        #: Held-out rows of a network with all data that the user gave.
-        self.validation: Any = None
-        #: Whether generators learn from the chains of a network.
-        self.teaches = False
-        #: Name and guide of the current training.
-        self.in_training: tuple[str, Any] | None = None
-        #: Whether the model runs once for each particle.
-        self.one_by_one = False
-        #: The model; its parameters are fixed once they are learnt.
         self.trained = self.model
-        #: The noise of the priors as coordinates of the chains, if the model has any.
-        self.noise: ConditionalNoise | None = None
-        #: Seconds of the log-density by the number of draws, once they are needed.
-        self._seconds: Callable[[int], float] | None = None
-        #: Importance weights of the latest candidate, if they suffice.
-        self.reliability: LogWeights | None = None
+
+    def begin_again(self, target: Target, limit: TimeLimit, **settings: Any) -> Stages:
+        """Return the stages of a fit within this one: the same settings, and none of the state.
+
+        :param target: the posterior of the fit.
+        :param limit: its time limit.
+        :param settings: further fields that differ, such as ``model``.
+        """
+        stages = replace(self, limit=limit, **settings)
+        stages.result.target = target
+        return stages
+
+    @property
+    def first_batch(self) -> tuple:
+        """The first minibatch; empty with all data."""
+        return () if self.batches is None else self.batches.probed[0]
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
