@@ -23,7 +23,7 @@ from pyro_implicit.fitting.candidates import set_up
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.policy import HeldOutPolicy, NetworkPolicy
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.fitting.stages import Stages, TrainingData
 from pyro_implicit.fitting.training import default_loss
 from pyro_implicit.guides import AutoEnsemble, AutoImplicit, AutoMixture, init_to_shuffled
 from pyro_implicit.guides.auto_draws import Frame, own_names
@@ -176,37 +176,28 @@ def _train_ensemble(
     :param guide: a trained ensemble whose training continues.
     :returns: whether the training ended before that.
     """
-    policy, whole = stages.policy.network, (stages.trained, stages.args, stages.kwargs)
+    policy = stages.policy.network
+    name, lr_factor = "ensemble" if guide is None else LONGER, 1.0
+    if guide is None:
+        guide = _new_ensemble(model, members)
+    loss = default_loss(guide, members)
+    data = stages.data if rows is None else TrainingData(rows.model, (rows.x, rows.y))
+    x, y = rows_of(model, data.args, data.kwargs)
+    if len(x) > policy.most_rows:
+        data = TrainingData(data.model, (), batches=_shuffled(x, y, policy.batch_rows))
+        lr_factor = policy.minibatch_lr_factor
+    steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio, data)
+    if data.batches is not None and time_share == 1 and math.isfinite(stages.limit.end):
+        steps = sys.maxsize  # nothing follows, and many rows take many steps
     if rows is not None:
-        stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
-    try:
-        name = "ensemble" if guide is None else LONGER
-        if guide is None:
-            guide = _new_ensemble(model, members)
-        loss = default_loss(guide, members)
-        x, y = rows_of(model, stages.args, stages.kwargs)
-        batches, lr_factor = None, 1.0
-        if len(x) > policy.most_rows:
-            batches, lr_factor = _shuffled(x, y, policy.batch_rows), policy.minibatch_lr_factor
-            stages.args, stages.kwargs = batches.probed[0], {}
-        steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
-        if batches is not None:
-            stages.args, stages.batches = (), batches
-            if time_share == 1 and math.isfinite(stages.limit.end):
-                steps = sys.maxsize  # nothing follows, and many rows take many steps
-        if rows is not None:
-            patience = max(1, int(policy.patience_share * steps / policy.score_interval))
-            stages.held_out = HeldOut(
-                rows.model,
-                rows.held,
-                policy=HeldOutPolicy(patience, num_samples=members),
-                interval=policy.score_interval,
-            )
-        stages.train_alone(name, guide, loss, time_share, num_steps=steps, lr_factor=lr_factor)
-        return stages.held_out is not None and stages.held_out.is_rising
-    finally:
-        stages.trained, stages.args, stages.kwargs = whole
-        stages.held_out = stages.batches = None
+        patience = max(1, int(policy.patience_share * steps / policy.score_interval))
+        limits = HeldOutPolicy(patience, num_samples=members)
+        held_out = HeldOut(rows.model, rows.held, policy=limits, interval=policy.score_interval)
+        data = replace(data, held_out=held_out)
+    stages.train_alone(
+        name, guide, loss, time_share, data=data, num_steps=steps, lr_factor=lr_factor
+    )
+    return data.held_out is not None and data.held_out.is_rising
 
 
 def _train_longer(stages: Stages, rows: HeldOutRows) -> None:

@@ -60,11 +60,33 @@ from pyro_implicit.runtime.progress import Callback, Stage, watching
 from pyro_implicit.runtime.sites import unplated_as_events
 
 __all__ = [
-    *("NO_WEIGHTS", "Stages", "still_falls", "train_exact", "train_semi_implicit", "widen_near"),
+    *("NO_WEIGHTS", "Stages", "TrainingData", "still_falls", "train_exact"),
+    *("train_semi_implicit", "widen_near"),
 ]
 
 
 NO_WEIGHTS = "max_seconds leaves too little time for importance weights"
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Model and data of one training.
+
+    :param model: the model of these data, with its ``args`` and ``kwargs``.
+    :param batches: minibatches, whose arguments follow ``args``.
+    :param held_out: rows whose score ends the training.
+    """
+
+    model: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    batches: BatchStream | None = None
+    held_out: HeldOut | None = None
+
+    @property
+    def first_args(self) -> tuple:
+        """The arguments of the first step."""
+        return self.args if self.batches is None else (*self.args, *self.batches.probed[0])
 
 
 @dataclass(repr=False, eq=False)
@@ -155,6 +177,11 @@ class Stages:
         return stages
 
     @property
+    def data(self) -> TrainingData:
+        """The data of the call, with which guides are trained by default."""
+        return TrainingData(self.trained, self.args, self.kwargs, self.batches, self.held_out)
+
+    @property
     def first_batch(self) -> tuple:
         """The first minibatch; empty with all data."""
         return () if self.batches is None else self.batches.probed[0]
@@ -206,6 +233,7 @@ class Stages:
         decay: float | None = None,
         lr_factor: float = 1.0,
         is_enough: Callable[[], bool] | None = None,
+        data: TrainingData | None = None,
     ) -> list[float]:
         """Train one guide with the options of the call.
 
@@ -213,13 +241,15 @@ class Stages:
         :param decay: replaces that of the schedule.
         :param lr_factor: a factor on the learning rate.
         :param is_enough: see :func:`~pyro_implicit.fitting.train`.
+        :param data: replaces those of the call.
         """
+        data = data or self.data
         schedule = replace(
             self.policy.schedule,
             num_steps=num_steps or self.num_steps,
             lr=lr_factor * self.lr,
             # The noise of minibatches hides slow progress, and the user sets the epochs.
-            plateau=self.policy.schedule.plateau and self.batches is None,
+            plateau=self.policy.schedule.plateau and data.batches is None,
         )
         if decay is not None:
             schedule = replace(schedule, decay=decay)
@@ -227,36 +257,41 @@ class Stages:
             time_share = self.policy.budget.training_share
         self.in_training = name, guide
         losses = train(
-            self.trained,
+            data.model,
             guide,
             loss,
-            *self.args,
-            batches=self.batches,
-            held_out=self.held_out,
+            *data.args,
+            batches=data.batches,
+            held_out=data.held_out,
             schedule=schedule,
             name=name,
             max_seconds=self.limit.left(time_share),
             is_enough=is_enough,
             max_nonfinite=self.policy.training.max_nonfinite,
-            model_kwargs=self.kwargs,
+            model_kwargs=data.kwargs,
             **self.options,
         )
         self.in_training = None
         return losses
 
-    def steps_for(self, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
+    def steps_for(
+        self, guide: Any, loss: Trace_ELBO, seconds: float, data: TrainingData | None = None
+    ) -> int:
         """Return the number of steps that a budget in seconds allows, at least ``least_steps``."""
         if math.isinf(seconds):
             return self.num_steps
-        steps = int(seconds / self.seconds_of_step(guide, loss))
+        steps = int(seconds / self.seconds_of_step(guide, loss, data))
         least = min(self.policy.budget.least_steps, self.num_steps)
         return max(least, min(self.num_steps, steps))
 
-    def seconds_of_step(self, guide: Any, loss: Trace_ELBO) -> float:
+    def seconds_of_step(
+        self, guide: Any, loss: Trace_ELBO, data: TrainingData | None = None
+    ) -> float:
         """Estimate the seconds of one step on one core from its operation count."""
+        of = data or self.data
 
         def step() -> None:
-            value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
+            value = loss.differentiable_loss(of.model, guide, *of.first_args, **of.kwargs)
             trained = [one for one in guide.parameters() if one.requires_grad]
             torch.autograd.grad(value, trained, allow_unused=True)
 
@@ -265,7 +300,11 @@ class Stages:
     def train_alone(
         self, name: str, guide: Any, loss: Trace_ELBO, time_share: float = 1.0, **options: Any
     ) -> Fit:
-        """Train one guide, together with the model's parameters, and make it the result."""
+        """Train one guide, together with the model's parameters, and make it the result.
+
+        :param options: further arguments of :meth:`train`.
+        """
+        held_out = options.get("data", self.data).held_out
         if name != "guide":
             self.guides.append(guide)
         result = self.result
@@ -273,21 +312,20 @@ class Stages:
         with result.stage(name) as line:
             try:
                 result.losses = self.train(name, guide, loss, time_share=time_share, **options)
-                end = self._unsettled(result.losses, options)
-                self._report(line, loss, end)
+                # Chains follow a shortened training, and held-out rows end a training themselves.
+                ends_early = "num_steps" in options or held_out is not None
+                end = "" if ends_early else self._unsettled(result.losses)
+                self._report(line, loss, end, held_out)
             except TrainingInterrupted as interrupt:
                 result.losses = interrupt.losses
-                self._report(line, loss, "; interrupted")
+                self._report(line, loss, "; interrupted", held_out)
                 raise
         return result
 
     def _falls(self, losses: list[float], decay: float) -> bool:
         return still_falls(losses, self.num_steps, decay, self.policy.training)
 
-    def _unsettled(self, losses: list[float], options: dict[str, Any]) -> str:
-        # Chains follow a shortened training, and held-out rows end a training themselves.
-        if "num_steps" in options or self.held_out is not None:
-            return ""
+    def _unsettled(self, losses: list[float]) -> str:
         if not self._falls(losses, self.policy.schedule.decay):
             return ""
         more = f"more {self._what_ended(losses)}, or a larger lr"
@@ -299,7 +337,7 @@ class Stages:
             return "max_seconds"
         return "num_steps" if self.batches is None else "epochs"
 
-    def _report(self, line: Stage, loss: Trace_ELBO, end: str) -> None:
+    def _report(self, line: Stage, loss: Trace_ELBO, end: str, held_out: HeldOut | None) -> None:
         losses = self.result.losses
         skipped = _skipped(losses)
         if skipped > self.policy.training.max_skipped * len(losses):
@@ -310,8 +348,8 @@ class Stages:
                 "whose range the data are possible; or a lower lr"
             )
         line.outcome = f"{_steps(losses)} of {type(loss).__name__.lstrip('_')}{end}"
-        if self.held_out is not None and self.held_out.scores:
-            line.outcome += f"; {self.held_out}"
+        if held_out is not None and held_out.scores:
+            line.outcome += f"; {held_out}"
 
     def search(
         self,
@@ -386,7 +424,7 @@ class Stages:
     def _keep_parameters(self) -> None:
         """Put the parameters of the model, and of a guide that is no module, into the result."""
         guide, number = self.result.guide, self.policy.training.num_tried
-        args, found = (*self.args, *self.first_batch), self.result.parameters
+        args, found = self.data.first_args, self.result.parameters
         with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
                 found.update(learnt_parameters(guide, *args, **self.kwargs))
@@ -431,8 +469,7 @@ class Stages:
 
     def exact_guide(self, modes: Modes) -> AutoImplicit | AutoMixture:
         """Return :func:`exact_guide`, and note it as a guide of this call."""
-        args = (*self.args, *self.first_batch)
-        guide = exact_guide(self.model, modes, *args, **self.kwargs)
+        guide = exact_guide(self.model, modes, *self.data.first_args, **self.kwargs)
         self.guides.append(guide)
         return guide
 
