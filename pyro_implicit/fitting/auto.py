@@ -19,7 +19,6 @@ from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks import MovingSupportError
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
-from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
 from pyro_implicit.density.scales import has_only_local_latents
@@ -435,6 +434,26 @@ def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | Non
 
 
 def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] | bool) -> Fit:
+    """Fit a guide to all data. The first case that applies determines the route:
+
+    - The model subsamples its data, or has more than 100 latents with ``refine=False``:
+      ``_train_semi_implicit_alone``.
+    - Discrete latents have coordinates: ``fit_discrete`` sums them out and fits the others by
+      ``_fit_by_search``, or runs chains from draws of the prior.
+    - A network of many weights: ``fit_network`` trains an ensemble; chains start at its members.
+    - Some of more than 100 latents are normal given the others: ``fit_marginal`` integrates them
+      out and fits the others by ``_fit_by_search``.
+    - Thousands of rows: ``fit_many_rows`` weighs draws at the modes. If the weights do not suffice,
+      ``_fit_by_search`` continues from these modes.
+    - A search is too expensive, as with more than 100 latents: ``_fit_without_search`` trains a
+      mean-field guide and runs chains.
+    - Otherwise ``_fit_by_search``. If its chains do not converge, ``fit_marginal`` may follow.
+
+    ``refine=False`` skips ``fit_marginal``, ``fit_many_rows`` and ``_fit_without_search``. The
+    first two leave models that do not suit them to the cases below.
+
+    :param target: the posterior; None if the model subsamples its data.
+    """
     policy, is_network = stages.policy, target is not None and _is_ensemble(stages, target)
     if stages.teaches and not is_network:
         raise ValueError(NO_CHAINS)
@@ -459,18 +478,18 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         modes = None if refine is False else fit_many_rows(stages, target, refine == "auto")
         if stages.result.draws is not None:
             return stages.result
-        plan = make_plan(target, policy.budget, stages.limit)
+        plan = make_plan(target, policy.budget, stages.limit)._replace(modes=modes)
         if not target.is_vectorized:
             stages.one_by_one = True
             stages.num_particles = min(stages.num_particles, policy.training.few_particles)
         warn_of_lost_gradients(target)
         if plan.search_iterations == 0 and refine is not False and modes is None:
             return _fit_without_search(stages, target, plan)
-        otherwise = None
         if target.latent_dim <= policy.marginal.least_latents:
             every = replace(policy.marginal, least_latents=0)
-            otherwise = partial(_fit_by_integration, stages, target, every, refine)
-        return _fit_by_search(stages, target, plan, refine, otherwise, modes)
+            integrate = partial(_fit_by_integration, stages, target, every, refine)
+            plan = plan._replace(fallback=integrate)
+        return _fit_by_search(stages, target, plan, refine)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
 
@@ -489,23 +508,20 @@ def _fit_by_integration(
     return marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search)
 
 
-def _fit_without_search(
-    stages: Stages, target: Target, plan: Plan, otherwise: Callable[[], bool] | None = None
-) -> Fit:
+def _fit_without_search(stages: Stages, target: Target, plan: Plan) -> Fit:
     stages.noise = stages.result.modes = stages.result.num_modes = None
     train_mean_field(stages, target)
-    return move_draws(stages, plan.chains, otherwise=otherwise)
+    return move_draws(stages, plan.chains, fallback=plan.fallback)
 
 
 def _fit_by_search(
-    stages: Stages,
-    target: Target,
-    plan: Plan,
-    refine: Literal["auto"] | bool,
-    otherwise: Callable[[], bool] | None = None,
-    modes: Modes | None = None,
+    stages: Stages, target: Target, plan: Plan, refine: Literal["auto"] | bool
 ) -> Fit:
-    policy = stages.policy
+    """Search for modes, and train, weigh or move draws of Gaussians at them.
+
+    With too many modes, or if they are spikes even in double precision, fit without the search.
+    """
+    policy, modes = stages.policy, plan.modes
     try:
         # Draws of a guide, which are all without refinement, are not moved by symmetries.
         search = partial(
@@ -526,22 +542,21 @@ def _fit_by_search(
                 "start. Cure: a model without ambiguous signs or orders, such as a positive latent "
                 "for one that enters by its square"
             )
-            return _fit_without_search(stages, target, plan, otherwise)
+            return _fit_without_search(stages, target, plan)
         exact = train_exact(stages, target, modes, policy.budget.training_seconds)
         if not math.isfinite(exact.bound):
             if target.widen(modes.loc):  # rounding errors of large terms may make a spike
-                return _fit_by_search(stages, target, plan, refine, otherwise)
+                return _fit_by_search(stages, target, plan._replace(modes=None), refine)
             possible = target.log_prob(exact.draws).isfinite().double().mean()
             if possible < policy.choice.least_possible:
                 # The search ended in a spike, as a funnel has at scale 0: no Gaussian is near.
-                return _fit_without_search(stages, target, plan, otherwise)
+                return _fit_without_search(stages, target, plan)
         stages.choose(target, modes)
         # These weights are of new draws; those of the bound may have missed a region.
         is_near = correct(stages, target) > policy.correction.near
         is_near &= exact.gap < policy.choice.near
         if refine is True or not (is_near or stages.result.correction):
-            optional = refine is not True
-            move_draws(stages, plan.chains, optional, modes=modes, otherwise=otherwise)
+            move_draws(stages, plan.chains, refine is not True, modes, plan.fallback)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)

@@ -78,11 +78,18 @@ class ChainPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``search_iterations`` of Newton's method in all, 0 for no search, and the chains."""
+    """Budgets of search and chains, and what replaces them.
+
+    ``search_iterations`` are those of Newton's method in all, 0 for no search. If the ``modes`` are
+    known, there is no search. If the chains end before they converge, ``fallback`` is called; it
+    returns whether it has replaced the result.
+    """
 
     search_iterations: int
     chains: ChainPlan
     num_starts: int = SEARCH.num_starts
+    modes: Modes | None = None
+    fallback: Callable[[], bool] | None = None
 
 
 def affordable_chains(
@@ -280,14 +287,13 @@ def move_draws(
     chains: ChainPlan,
     optional: bool = False,
     modes: Modes | None = None,
-    otherwise: Callable[[], bool] | None = None,
+    fallback: Callable[[], bool] | None = None,
 ) -> Fit:
     """Move draws of the guide to the posterior by chains.
 
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
     :param modes: those of the search. Several modes are annealed instead.
-    :param otherwise: called if the chains end before they converge; returns whether it has replaced
-        the result.
+    :param fallback: see :class:`Plan`.
     """
     result = stages.result
     if optional and stages.limit.is_over():
@@ -319,7 +325,7 @@ def move_draws(
         is_small, drifts = judged_errors(refined)
         line.outcome += f"; {drifts}"
         if not is_small:
-            if otherwise is not None and otherwise():
+            if fallback is not None and fallback():
                 return result
             warn_user(
                 f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
