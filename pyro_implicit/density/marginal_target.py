@@ -86,9 +86,8 @@ class MarginalTarget(PassTarget):
                 "the groups have nothing in common. Cure: a prior whose parameters are latents "
                 "outside of the plate, or amortize='auto'"
             )
-        self._start(batches)
-        super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
-        self._fused = None
+        rest = Target(globals_only(groups), *source.args, model_kwargs=source.kwargs)
+        super().__init__(rest, batches)
 
     def with_rule(self, rule: NormalRule) -> MarginalTarget:
         """Return the same posterior with other nodes."""

@@ -42,7 +42,8 @@ class PassTarget(Target):
     ``torch.distributed`` each process passes over its own minibatches, and the sums are those of
     all processes. Subclasses define :meth:`_part`.
 
-    :ivar batches: the minibatches; each evaluation iterates over them once.
+    :param target: the posterior that gives coordinates, priors and runs of the model.
+    :param batches: the minibatches; each evaluation iterates over them once.
     :ivar num_units: the rows or groups of the last pass, in all processes.
     :ivar num_evaluations: the cost of that pass for one vector, in densities of single rows or
         groups. Each node of a quadrature counts once. A minibatch counts at least
@@ -50,15 +51,22 @@ class PassTarget(Target):
     :ivar num_passes: the number of passes so far.
     """
 
-    batches: Iterable[tuple]
     #: What a pass counts.
     unit: ClassVar[str] = "rows"
+
+    def __init__(self, target: Target, batches: Iterable[tuple]) -> None:
+        vars(self).update(vars(target))
+        self._fused = None  # the model alone is not the log-density
+        self._start(batches)
 
     def _start(self, batches: Iterable[tuple]) -> None:
         self.batches = batches
         vars(self).pop("_seconds", None)  # of other minibatches
         self.num_units = self.num_evaluations = self.num_passes = 0
-        self._order, self._offset = 1, 0.0
+        #: The highest derivative for which `log_prob` prepares: 2 within `derivatives`.
+        self._order = 1
+        #: What `centre` subtracts.
+        self._offset = 0.0
 
     def _part(self, batch: tuple, is_single: bool) -> Part:
         """Return the contribution of a minibatch to an evaluation at one or several vectors."""
@@ -188,11 +196,10 @@ class RowsTarget(PassTarget):
     def __init__(self, target: Target, batches: Iterable[tuple]) -> None:
         target = copy.copy(target)
         target._runs = target._runs.refusing_random(type(self).__name__)
-        vars(self).update(vars(target))
+        super().__init__(target, batches)
         self.of_minibatch = target
         self._scales = DataScales(target.model, target.args, target.kwargs)
         self.init_loc = from_first(self.init_loc)
-        self._start(batches)
 
     def with_batches(self, batches: Iterable[tuple]) -> RowsTarget:
         """Return the posterior of other minibatches."""
@@ -251,10 +258,8 @@ class WholeTarget(PassTarget):
     """
 
     def __init__(self, target: Target, num_rows: int) -> None:
-        vars(self).update(vars(target))
-        self._fused = None  # sums come from below
+        super().__init__(target, [()])
         self._whole, self._size = target, num_rows
-        self._start([()])
 
     def widen(self, points: Tensor) -> bool:
         """Evaluate the model in double precision from now on, if it can."""
