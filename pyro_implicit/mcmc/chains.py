@@ -38,7 +38,20 @@ def _track_nothing(latent: Tensor, log_density: Tensor) -> Tracked:
 class WindowedChains(Chains):
     """Chains with all data. They warm up in windows that double, then walk a frozen kernel.
 
-    :param adaptation: the kernel's adaptation, until the warm-up ends.
+    They go through three phases:
+
+    1. ``"warm-up"``: the kernel adapts. At the end of each window, ``_end_window`` restarts chains
+       that stand still, estimates the frame, and makes the space again if they have left it. The
+       last window ends the phase.
+    2. ``"tuning"``: frame and space are fixed; the kernel adapts for a number of transitions, after
+       which ``advance`` freezes it.
+    3. ``"sampling"``: ``advance`` stores draws, and :meth:`check` stops the chains.
+
+    The way back to the warm-up is ``_warm_up_again``, which drops all draws. ``check`` takes it by
+    ``_adapt_number``, once, for fewer and longer chains or a new space, and by ``_extend_budget``
+    if the budget is spent and the space can be made again from the draws.
+
+    :param adaptation: the kernel's adaptation, until the tuning ends.
     :param frame_kind: the kind of frame that is estimated at the end of each window.
     :param history: draws of the frozen chains.
     :param max_gradients: the budget of each chain.
@@ -47,9 +60,13 @@ class WindowedChains(Chains):
     :param ends_apart: whether chains that stay apart end early, to be annealed.
     :param num_workers: the number of processes that divide the chains.
     :param streams: the random streams at the end, from which :meth:`continued` goes on.
+    :param phase: one of the three above.
     :param space: the name of the space, made from ``middle`` and ``fitted``; ``space_note``
         says why it was chosen.
     :param symmetries: of the posterior, under which the tracked latents are ordered.
+    :param acceptance: the mean acceptance probability of the sampling.
+    :param failed: the mean share of failed transitions of the sampling; ``last_failed`` is that of
+        the last transition.
     :param warmup: the windows of the warm-up.
     :param convergence: whether the draws have settled.
     """
@@ -75,12 +92,17 @@ class WindowedChains(Chains):
     convergence: Convergence = field(
         default_factory=lambda: Convergence(DEFAULT.stopping.first_check)
     )
+    #: Transitions until the tuning ends.
     _left: int = 0
     _space: Space | None = field(default=None, repr=False)
     _track: Tracks = field(default=_track_nothing, repr=False)
+    #: Whether the user named the tracked quantities.
     _has_quantities: bool = False
+    #: Whether chains that have settled go on to the end of their budget.
     _spends_all: bool = False
+    #: Whether `_adapt_number` has found the chains too short; it does so once.
     _adapted_number: bool = False
+    #: Whether `_extend_budget` has raised `max_gradients`.
     _is_extended: bool = False
 
     def attach(
@@ -136,6 +158,27 @@ class WindowedChains(Chains):
         """The space in which the chains walk."""
         assert self._space is not None
         return self._space
+
+    def continued(self, max_seconds: float | None, max_gradients: int | None) -> WindowedChains:
+        """Return a copy with a further budget; settled chains spend all of it.
+
+        :param max_seconds: further wall time.
+        :param max_gradients: further gradients; by default as many as before, without a limit of
+            time.
+        """
+        chains = copy.copy(self)
+        chains.warmup, chains.convergence = self.warmup.copy(), replace(self.convergence)
+        past = self.history
+        chains.history = replace(past, latents=[*past.latents], powers=[*past.powers])
+        if self.phase != "sampling":  # its draws are positions of the warm-up
+            chains.history = History(past.capacity)
+        if max_seconds is None and max_gradients is None:
+            max_gradients = self.gradients
+        chains.max_gradients = math.inf if max_gradients is None else self.gradients + max_gradients
+        chains.max_seconds = None if max_seconds is None else self.seconds + max_seconds
+        chains._spends_all, chains.stopped = self.stopped in ("converged", "steady"), None
+        chains._is_extended = False
+        return chains
 
     def start(self) -> None:
         """Find the first step size."""
@@ -198,181 +241,21 @@ class WindowedChains(Chains):
             self.gradients += max(1, min(len(draws), limits.max_scored) // number)
         return frame_at(draws, kind, self.current_space.score, number, limits)
 
-    def check(self) -> str | None:
-        """Return the reason why the chains stop now; or None, if need be after a change.
-
-        Chains that would end too soon go on as fewer, longer ones (``_adapt_number``), and those
-        that have spent their budget get more of it (``_goes_on``). Both may start another warm-up
-        in a space that is made from the draws.
-        """
-        found, limits = self.convergence, self.policy.stopping
-        if self.phase == "sampling" and found.schedule(self.history.seen, limits):
-            self._look()
-            if self.ends_apart and self.is_apart:
-                return "max_gradients"
-            if self._may_end():
-                if not self._spends_all:
-                    return found.settled or "max_gradients"
-            elif found.settled is None:
-                self._adapt_number()
-        end = None
-        if self.max_seconds is not None and self.seconds >= self.max_seconds:
-            end = "max_seconds"
-            if self.history.seen == 0:  # the warm-up's last positions
-                self._store()
-        elif self.gradients >= self.max_gradients and self.has_draws:
-            end = "max_gradients"
-        if end is None or not self.has_draws:
-            return end
-        self._look()
-        settled = self.convergence.settled
-        if end == "max_gradients" and settled is None and self._goes_on():
-            return None
-        return settled or end
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the chains stay in separate modes, as far as R-hat tells."""
-        limits, drift = self.policy.stopping, self.convergence.drift
-        is_long = self.gradients >= min(limits.stuck_gradients, self.max_gradients)
-        return is_long and drift is not None and drift.r_hat > limits.stuck_r_hat
-
-    def _look(self) -> None:
-        is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
-        self.convergence.look(
-            self.history, self.policy.stopping, is_stiff, may_be_steady=self._has_quantities
-        )
-
-    def _may_end(self) -> bool:
-        """Return whether the chains may end before their budget does."""
-        return self.convergence.may_end(
-            self.gradients - self.warmup_gradients,
-            self.warmup_gradients,
-            len(self.state.position),
-            self.policy.stopping,
-            self._is_extended,
-        )
-
-    def _goes_on(self) -> bool:
-        """Extend the budget of chains that are not usable, if patience is left."""
-        drift, began = self.convergence.drift, self.warmup
-        assert drift is not None
-        limits, left = self.policy.stopping, self.patience - self.cpu_seconds
-        if drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
-            return False
-        if self.ends_apart and self.is_apart:
-            return False
-        cost = (self.cpu_seconds - began.cpu_seconds) / (self.gradients - began.gradients)
-        if cost <= 0:  # the clock was too coarse to measure it
-            return False
-        # Twice as long, so that the result does not depend on small differences in time.
-        self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
-        self._is_extended = True
-        latents = self._pool()
-        again = self.current_space.refitted(latents) if self._may_warm_up_again else None
-        if again is not None:
-            self._move_to(self.points, latents, again)
-            self._warm_up_again()
-        return True
-
-    def _adapt_number(self) -> None:
-        """Go on with fewer chains and longer trajectories, if R-hat says that these chains end
-        long before they forget, and if fewer are cheaper or the trajectories are at their limit.
-
-        Chains that stay apart get a space that is made anew from their draws. The first one may be
-        made where a guide has left them, far from the posterior (``volatility_2500``).
-        """
-        if self.patience <= 0 or self._adapted_number or not self._may_warm_up_again:
-            return
-        assert self.convergence.drift is not None
-        spent, left = self.gradients - self.warmup_gradients, self.max_gradients - self.gradients
-        needed = self.convergence.needed(spent, self.policy.stopping)
-        if needed <= self.policy.stopping.too_long * left:
-            return
-        self._adapted_number = True
-        new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients
-        is_too_short = self.adaptation.is_at_limit and new_warmup < left
-        before = seconds_of(self._score, self.state.position)
-        latents, again = self._pool(), None
-        if self.convergence.drift.r_hat > self.policy.space.remade_r_hat:
-            again = self.current_space.refitted(latents, anew=True)
-        if again is not None:
-            self._move_to(self.points, latents, again)
-        number, seconds = cheapest_number(self._score, self.state.position, self.policy)
-        if number < len(self.state.position) or is_too_short:
-            points = self.points[torch.randperm(len(self.points))[:number]]
-            if again is None:
-                self._move_to(points, latents, self.current_space.refitted(latents))
-            else:  # the frame is that of the same draws
-                self._place(points)
-            longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
-            self.adaptation = self.adaptation.limited(longest)
-        elif again is None:
-            return
-        self._warm_up_again()
-        self.max_gradients = self.gradients + math.ceil(max(0.0, left) * before / seconds)
-
-    @property
-    def _may_warm_up_again(self) -> bool:
-        """Whether ``max_seconds`` leaves time for another warm-up and draws, which replace all
-        earlier draws."""
-        warmup, draws = self.policy.warmup, self.policy.stopping.least_draws
-        return self._affordable() > warmup.least_gradients + warmup.tuning + draws
-
     def _in_parts(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
         """Evaluate a function at as many points at a time as there are chains, to save memory."""
         return torch.cat([function(part) for part in values.split(len(self.state.position))])
 
-    def _pool(self) -> Tensor:
-        """Return draws so far, evenly thinned, ``(num_draws, latent_dim)``."""
-        latents = self.history.draws().flatten(0, 1)
-        return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
-
-    def _move_to(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
-        """Put the chains at points, in the frame of earlier draws and possibly another space."""
-        moved = None if space is None else space.to_points(self.current_space.to_latent(points))
-        if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
-            points = moved
-            self._space, self.middle, self.fitted = space, space.middle, space.fitted
-        pool = self._in_parts(self.current_space.to_points, latents)
-        self.frame = self._frame_of(pool, self.frame_kind)
-        self._place(points)
-
     def _place(self, points: Tensor) -> None:
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
 
-    def _warm_up_again(self) -> None:
-        """Begin the last window of another warm-up, from the space and frame of now."""
-        self.adaptation = self.adaptation.unfrozen()
-        # Draws of chains that had not converged would only bias those of the new ones.
-        self.history = History(self.history.capacity)
-        self.convergence = Convergence(self.policy.stopping.first_check)
-        self.warmup = WarmUp(
-            self.policy.warmup.least_windows - 1, self.gradients, self.seconds, self.cpu_seconds
-        )
-        self.phase, self.acceptance, self.failed = "warm-up", 0.0, 0.0
-        self.start()
+    def _use_space(self, space: Space) -> None:
+        self._space, self.middle, self.fitted = space, space.middle, space.fitted
 
-    def continued(self, max_seconds: float | None, max_gradients: int | None) -> WindowedChains:
-        """Return a copy with a further budget; settled chains spend all of it.
+    def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._space is not None
+        return self._space.white_score(self.frame, white)
 
-        :param max_seconds: further wall time.
-        :param max_gradients: further gradients; by default as many as before, without a limit of
-            time.
-        """
-        chains = copy.copy(self)
-        chains.warmup, chains.convergence = self.warmup.copy(), replace(self.convergence)
-        past = self.history
-        chains.history = replace(past, latents=[*past.latents], powers=[*past.powers])
-        if self.phase != "sampling":  # its draws are positions of the warm-up
-            chains.history = History(past.capacity)
-        if max_seconds is None and max_gradients is None:
-            max_gradients = self.gradients
-        chains.max_gradients = math.inf if max_gradients is None else self.gradients + max_gradients
-        chains.max_seconds = None if max_seconds is None else self.seconds + max_seconds
-        chains._spends_all, chains.stopped = self.stopped in ("converged", "steady"), None
-        chains._is_extended = False
-        return chains
+    # Warm-up
 
     def _ends_early(self) -> bool:
         """Return whether the window ends now, as the warm-up has had its share of the budget."""
@@ -448,7 +331,7 @@ class WindowedChains(Chains):
         pool_again = self._in_parts(again.to_points, latents)
         if not (again.score(moved)[0].isfinite().all() and pool_again.isfinite().all()):
             return points, pool, False
-        self._space, self.middle, self.fitted = again, again.middle, again.fitted
+        self._use_space(again)
         return moved, pool_again, True
 
     def _restart_stuck(self, points: Tensor, moving: Tensor) -> Tensor:
@@ -460,9 +343,152 @@ class WindowedChains(Chains):
         chosen = good[torch.randint(len(good), (len(stuck),), device=points.device)]
         return points.index_copy(0, stuck, points[chosen])
 
-    def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._space is not None
-        return self._space.white_score(self.frame, white)
+    # Stopping
+
+    def check(self) -> str | None:
+        """Return the reason why the chains stop now; or None, possibly after a restart."""
+        found, limits = self.convergence, self.policy.stopping
+        if self.phase == "sampling" and found.schedule(self.history.seen, limits):
+            self._look()
+            if self.ends_apart and self.is_apart:
+                return "max_gradients"
+            if self._may_end():
+                if not self._spends_all:
+                    return found.settled or "max_gradients"
+            elif found.settled is None:
+                self._adapt_number()
+        end = None
+        if self.max_seconds is not None and self.seconds >= self.max_seconds:
+            end = "max_seconds"
+            if self.history.seen == 0:  # the warm-up's last positions
+                self._store()
+        elif self.gradients >= self.max_gradients and self.has_draws:
+            end = "max_gradients"
+        if end is None or not self.has_draws:
+            return end
+        self._look()
+        settled = self.convergence.settled
+        if end == "max_gradients" and settled is None and self._extend_budget():
+            return None
+        return settled or end
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the chains stay in separate modes, as far as R-hat tells."""
+        limits, drift = self.policy.stopping, self.convergence.drift
+        is_long = self.gradients >= min(limits.stuck_gradients, self.max_gradients)
+        return is_long and drift is not None and drift.r_hat > limits.stuck_r_hat
+
+    def _look(self) -> None:
+        is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
+        self.convergence.look(
+            self.history, self.policy.stopping, is_stiff, may_be_steady=self._has_quantities
+        )
+
+    def _may_end(self) -> bool:
+        """Return whether the chains may end before their budget does."""
+        return self.convergence.may_end(
+            self.gradients - self.warmup_gradients,
+            self.warmup_gradients,
+            len(self.state.position),
+            self.policy.stopping,
+            self._is_extended,
+        )
+
+    # Restarts: a longer budget, fewer chains, or another space, with another warm-up
+
+    def _extend_budget(self) -> bool:
+        """Extend the budget of chains that are not usable, if patience is left."""
+        drift, began = self.convergence.drift, self.warmup
+        assert drift is not None
+        limits, left = self.policy.stopping, self.patience - self.cpu_seconds
+        if drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
+            return False
+        if self.ends_apart and self.is_apart:
+            return False
+        cost = (self.cpu_seconds - began.cpu_seconds) / (self.gradients - began.gradients)
+        if cost <= 0:  # the clock was too coarse to measure it
+            return False
+        # Twice as long, so that the result does not depend on small differences in time.
+        self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
+        self._is_extended = True
+        latents = self._pool()
+        again = self.current_space.refitted(latents) if self._may_warm_up_again else None
+        if again is not None:
+            self._move_to(self.points, latents, again)
+            self._warm_up_again()
+        return True
+
+    def _adapt_number(self) -> None:
+        """Go on with fewer chains and longer trajectories, if R-hat says that these chains end
+        long before they forget, and if fewer are cheaper or the trajectories are at their limit.
+
+        Chains that stay apart get a space that is made anew from their draws. The first one may be
+        made where a guide has left them, far from the posterior (``volatility_2500``).
+        """
+        if self.patience <= 0 or self._adapted_number or not self._may_warm_up_again:
+            return
+        assert self.convergence.drift is not None
+        spent, left = self.gradients - self.warmup_gradients, self.max_gradients - self.gradients
+        needed = self.convergence.needed(spent, self.policy.stopping)
+        if needed <= self.policy.stopping.too_long * left:
+            return
+        self._adapted_number = True
+        new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients
+        is_too_short = self.adaptation.is_at_limit and new_warmup < left
+        before = seconds_of(self._score, self.state.position)
+        latents, again = self._pool(), None
+        if self.convergence.drift.r_hat > self.policy.space.remade_r_hat:
+            again = self.current_space.refitted(latents, anew=True)
+        if again is not None:
+            self._move_to(self.points, latents, again)
+        number, seconds = cheapest_number(self._score, self.state.position, self.policy)
+        if number < len(self.state.position) or is_too_short:
+            points = self.points[torch.randperm(len(self.points))[:number]]
+            if again is None:
+                self._move_to(points, latents, self.current_space.refitted(latents))
+            else:  # the frame is that of the same draws
+                self._place(points)
+            longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
+            self.adaptation = self.adaptation.limited(longest)
+        elif again is None:
+            return
+        self._warm_up_again()
+        self.max_gradients = self.gradients + math.ceil(max(0.0, left) * before / seconds)
+
+    @property
+    def _may_warm_up_again(self) -> bool:
+        """Whether ``max_seconds`` leaves time for another warm-up and draws, which replace all
+        earlier draws."""
+        warmup, draws = self.policy.warmup, self.policy.stopping.least_draws
+        return self._affordable() > warmup.least_gradients + warmup.tuning + draws
+
+    def _pool(self) -> Tensor:
+        """Return draws so far, evenly thinned, ``(num_draws, latent_dim)``."""
+        latents = self.history.draws().flatten(0, 1)
+        return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
+
+    def _move_to(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
+        """Put the chains at points, in the frame of earlier draws and possibly another space."""
+        moved = None if space is None else space.to_points(self.current_space.to_latent(points))
+        if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
+            points = moved
+            self._use_space(space)
+        pool = self._in_parts(self.current_space.to_points, latents)
+        self.frame = self._frame_of(pool, self.frame_kind)
+        self._place(points)
+
+    def _warm_up_again(self) -> None:
+        """Begin the last window of another warm-up, from the space and frame of now."""
+        self.adaptation = self.adaptation.unfrozen()
+        # Draws of chains that had not converged would only bias those of the new ones.
+        self.history = History(self.history.capacity)
+        self.convergence = Convergence(self.policy.stopping.first_check)
+        self.warmup = WarmUp(
+            self.policy.warmup.least_windows - 1, self.gradients, self.seconds, self.cpu_seconds
+        )
+        self.phase, self.acceptance, self.failed = "warm-up", 0.0, 0.0
+        self.start()
 
 
 @dataclass(kw_only=True)

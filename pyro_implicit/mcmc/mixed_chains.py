@@ -266,8 +266,8 @@ class MixedChains(WindowedChains):
         is_long = self.gradients >= self.max_gradients
         return is_long and (drift is None or drift.r_hat > limit)
 
-    def _goes_on(self) -> bool:
-        return not self.is_apart and super()._goes_on()
+    def _extend_budget(self) -> bool:
+        return not self.is_apart and super()._extend_budget()
 
     def _frame_of(self, draws: Tensor, kind: FrameKind) -> WhiteningFrame:
         number = len(self.state.position)

@@ -198,7 +198,7 @@ def test_a_new_space_and_fewer_chains_take_one_warm_up(monkeypatch):
 
 
 @pytest.mark.parametrize("left", [0.0, 1.0])
-@pytest.mark.parametrize("step", ["_adapt_number", "_goes_on"])
+@pytest.mark.parametrize("step", ["_adapt_number", "_extend_budget"])
 def test_draws_stay_if_time_is_too_short_for_another_warm_up(monkeypatch, step, left):
     """It would replace them by the last positions of a warm-up."""
     time_scores(monkeypatch, float)
