@@ -18,6 +18,7 @@ from pyro_implicit.runtime.sites import innermost, innermost_support, is_flat
 
 __all__ = ["refuse_improper"]
 
+_KINDS = {False: "flat priors", True: "a mask in place of a prior"}
 _CURES = {
     False: "a proper prior; or leave these elements out, for instance the islands of a lattice",
     True: "mask the observations, but not the latents: then these elements have their prior",
@@ -60,9 +61,9 @@ def refuse_improper(target: _Posterior) -> None:
         if names:
             raise ValueError(
                 f"the posterior is improper, as far as {target.init_loc.dtype} can tell: the "
-                f"log-density does not fall along a direction of {names}, which have "
-                f"{_kind(any(found[name].any() for name in masked))}. Cure: proper priors; or "
-                "fewer latents, for instance one intercept instead of two"
+                f"log-density does not fall along a direction of {names}, whose priors are flat "
+                "or masked. Cure: proper priors; or fewer latents, for instance one intercept "
+                "instead of two"
             )
     points = nearby(target.init_loc, 2).requires_grad_()
     try:
@@ -78,13 +79,9 @@ def refuse_improper(target: _Posterior) -> None:
         if number and _is_unbounded(innermost_support(support)):
             raise ValueError(
                 f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
-                f"site '{name}' have {_kind(name in masked)}, and neither data nor other sites "
+                f"site '{name}' have {_KINDS[name in masked]}, and neither data nor other sites "
                 f"depend on them. Cure: {_CURES[name in masked]}"
             )
-
-
-def _kind(is_masked: bool) -> str:
-    return "a mask in place of a prior" if is_masked else "flat priors"
 
 
 def _endless(target: _Posterior, flat: list[str]) -> Tensor:

@@ -301,6 +301,10 @@ class RoundingPolicy:
     #: Draws of the guide that show whether the posterior reaches a bound.
     num_near: int = 500
 
+    #: Share of the draws of chains at or beyond the last number before a bound, from which too much
+    #: mass is lost. The density falls steeply there: a small b of Beta(a, b) loses this share / b.
+    beyond_share: float = 5e-3
+
 
 @dataclass(frozen=True)
 class PilotPolicy:
@@ -310,8 +314,8 @@ class PilotPolicy:
     #: points the terms of single rows change visibly.
     spread: float = 1.0
 
-    #: Disjoint parts of the rows, each as large as the pilot, that are separated from the others:
-    #: two are the fewest that can disagree. So the data need as many rows for each of the pilot's.
+    #: Disjoint parts of the rows, each as large as the pilot, that divide the data: two are the
+    #: fewest that can disagree. The data must have at least so many times the pilot's rows.
     num_parts: int = 2
 
     #: Nats by which the rise of the log-density may differ between the divisions of the rows.

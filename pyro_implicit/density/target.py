@@ -82,7 +82,7 @@ class Target:
     :raises RuntimeError: for a model without latent variables, or without continuous ones.
     :raises TypeError: for an observation of a type for which its distribution has no density, and
         for a model that cannot run on the NumPy arrays or lists that it is given.
-    :warns UserWarning: for latent variables whose elements are masked, and if observations
+    :warns UserWarning: for latent variables of which some elements are masked, and if observations
         seem to be missing.
     """
 
@@ -301,7 +301,7 @@ class Target:
 
     @property
     def places(self) -> dict[str, Tensor]:
-        """By site, the places of its coordinates in the vector, ``unconstrained_shape``."""
+        """By site, the indices of its coordinates in the vector, ``unconstrained_shape``."""
         return self.split(torch.arange(self.latent_dim, device=self.init_loc.device))
 
     def constrain(self, latent: Tensor) -> dict[str, Tensor]:

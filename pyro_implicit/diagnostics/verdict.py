@@ -158,7 +158,7 @@ class Diagnosis(Printed):
             number += f" of {self.num_stored} stored"
         head = f"Diagnosis of {number} draws in {self.latent_dim} dimensions"
         if self.num_stored:
-            head += ", as many as they are worth independent ones"
+            head += ", thinned because they depend on each other"
         if self.judged:
             head += f", by {self.judged}"
         yield head
@@ -519,5 +519,4 @@ def beyond(check: MomentCheck) -> str:
     """Describe the errors that a check cannot see."""
     mean, sd = check.resolution.mean, check.resolution.sd
     of_sds = f"a factor of {sd:.2f}" if math.isfinite(sd) else "any size"
-    of_means = f"below {mean:.2f} sd" if mean < 1 else "of whole sds"
-    return f"{of_means} in means or of {of_sds} in sds"
+    return f"below {mean:.2g} sd in means or of {of_sds} in sds"

@@ -97,7 +97,7 @@ class TrainingCheckpoint:
         loss, optimisers = self.loss, self.optimisers
         content = {
             "state": vars(self.state),
-            "buffers": dict(self.buffers),
+            "buffers": {name: value.detach() for name, value in self.buffers.items()},
             "parameters": {name: value.detach() for name, value in self.parameters.items()},
             "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
             "random": random_streams(),

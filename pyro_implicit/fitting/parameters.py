@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ __all__ = [
     "describe",
     "first_few",
     "keep_frozen",
+    "guide_parameters",
     "learnt_parameters",
     "model_parameters",
     "modules_of",
@@ -94,7 +95,7 @@ def with_fixed_parameters(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
-    """Return a dict of the trained parameters of a model, or of a guide that is a function.
+    """Return a dict of the trained parameters of a model.
 
     **Example:**
 
@@ -103,14 +104,31 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> learnt_parameters(model)
     {'scale': Learnt(value=tensor(0.), constraint=GreaterThan(lower_bound=0.0))}
 
-    :param function: a model or guide; it runs once.
+    :param function: a model; it runs once.
     """
+    return _learnt(_trained(_parameters_of(function, args, kwargs)))
+
+
+def guide_parameters(guide: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
+    """Return a dict of all parameters of a guide that is a function, with its frozen frames.
+
+    :param guide: the guide; it runs once.
+    """
+    trace = _parameters_of(guide, args, kwargs)
+    return _learnt({name: unconstrained(site) for name, site in _params(trace)})
+
+
+def _parameters_of(function: Callable[..., Any], args: Any, kwargs: Any) -> poutine.Trace:
     with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
         function(*args, **kwargs)
+    return capture.trace
+
+
+def _learnt(values: Mapping[str, Tensor]) -> dict[str, Learnt]:
     known = pyro.get_param_store().get_state()["constraints"]
     return {
         name: Learnt(value.detach().clone(), known.get(name, constraints.real))
-        for name, value in _trained(capture.trace).items()
+        for name, value in values.items()
     }
 
 

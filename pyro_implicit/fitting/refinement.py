@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -307,8 +308,19 @@ def move_draws(
             line.outcome = "skipped: max_seconds is too short for chains"
             warn_user(_no_time("max_seconds is too short for chains"))
             return result
-        refined = result.refined = refine_target(setup, modes=modes if several else None)
-        line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
+        run = partial(refine_target, setup, modes=modes if several else None)
+        refined, note = run(), ""
+        last = torch.arange(refined.num_chains)
+        if refined.unresolved and result.target.widen(refined.store.take(last)):
+            note = f"again in float64, as {refined.unresolved}; "
+            refined = run()
+        if refined.unresolved:
+            warn_user(
+                f"{refined.unresolved}, so that the result lacks the mass beyond. Cure: integrate "
+                "these latents out, such as by dist.BetaBinomial, or a prior with less mass there"
+            )
+        result.refined = refined
+        line.outcome = f"{note}{refined.stopped} after {refined.num_gradients} gradients"
         if refined.modes_weighed and not several:
             line.outcome += "; annealed, because chains stayed in separate modes"
         if refined.weights is not None:
@@ -472,5 +484,5 @@ def _cure(target: Target, refined: Refined) -> str:
     if refined.weights is not None and refined.stopped == "max_seconds":
         return "Cure: a larger max_seconds"
     if refined.weights is not None:  # these cannot continue
-        return "Cure: fit(..., max_seconds=...), until which annealing goes on if errors are large"
+        return "Cure: fit(..., max_seconds=...): annealing then continues while errors are large"
     return f"Cure: {CONTINUE}"

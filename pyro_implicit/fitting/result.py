@@ -487,9 +487,10 @@ class Fit(Printed):
             "progress": progress,
             "policy": policy,
         }
+        corrected = self.correction is not None and self.draws is None and self.refined is None
         weights = [line.outcome for line in self.stages if line.name == "correct"]
         of_fit: dict[str, Any] = {
-            "weighed": weights[-1] if weights and self.refined is None else "",
+            "weighed": weights[-1] if corrected and weights else "",
             "extrapolated": self.extrapolated,
             "coarse": self.coarse,
             "given": self.unsettled,

@@ -38,6 +38,7 @@ from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.parameters import (
     describe,
     first_few,
+    guide_parameters,
     learnt_parameters,
     model_parameters,
     shown_names,
@@ -427,7 +428,7 @@ class Stages:
         args, found = self.data.first_args, self.result.parameters
         with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
-                found.update(learnt_parameters(guide, *args, **self.kwargs))
+                found.update(guide_parameters(guide, *args, **self.kwargs))
             # A model may raise an error at draws of its prior; draws of the guide fail rarely.
             draws = draw(guide, number, *args, **self.kwargs)
             for index in range(number):

@@ -474,7 +474,7 @@ def fit_update(
             break
         with seeded(seed), quiet(), new_stage("prior") as line:
             prior = prior.moved(draws, log_prob, policy)
-            line.outcome = f"{prior}, moved: it was a guess for {guess:.0%} of the new draws"
+            line.outcome = f"{prior}, moved: it was wrong for {guess:.0%} of the new draws"
     before, now = earlier.num_modes or 1, result.num_modes or 1
     if now < before:
         stages[0].outcome += f"; {before} modes before the new data, {now} now"

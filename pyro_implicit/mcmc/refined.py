@@ -13,6 +13,7 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
+from pyro_implicit.density.checks.numerics import beyond_resolution
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import ArvizExport
@@ -107,6 +108,8 @@ class Refined(Printed, ArvizExport):
         with minibatches.
     :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
         Their draws are wrong, and widen every standard deviation.
+    :ivar unresolved: Which sites have draws nearer to a bound than the numbers of the model's
+        dtype, in words; else empty.
     :ivar modes: A note on separate modes.
     :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
@@ -147,6 +150,7 @@ class Refined(Printed, ArvizExport):
     failed: float = 0.0
     trajectory_length: float | None = None
     stuck: int = 0
+    unresolved: str = ""
     modes: str = ""
     modes_weighed: bool = False
     weights: ModeWeights | None = None
@@ -262,6 +266,8 @@ class Refined(Printed, ArvizExport):
         if self.failed > (limits.max_converged_failed if is_usable else limits.max_end_failed):
             share = f"{self.failed:.1%} of the chains' trajectories failed"
             found.append(f"{share}: narrow places may not have filled")
+        if self.unresolved:
+            found.append(f"{self.unresolved}: mass beyond is lost")
         if self.stuck:
             found.append(f"{self.stuck} of {self.num_chains} chains never moved")
         if not KERNELS[self.kernel].exact:
@@ -370,6 +376,7 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
         failed=chains.failed,
         trajectory_length=chains.adaptation.trajectory_length,
         stuck=stuck,
+        unresolved=_unresolved(space.target, latents.flatten(0, 1)),
         modes=KEPT,
         policy=chains.policy.stopping,
     )
@@ -402,10 +409,22 @@ def collect_annealed(
         symmetries=str(symmetries or ""),
         drift=found.drift,
         trajectory_length=adaptation.trajectory_length,
+        unresolved=_unresolved(target, found.draws.flatten(0, 1)),
         modes=note[0].upper() + note[1:],
         modes_weighed=is_known,
         weights=weights,
         policy=policy,
+    )
+
+
+def _unresolved(target: Target, latents: Tensor) -> str:
+    names = beyond_resolution(target, latents)
+    if not names:
+        return ""
+    dtype = torch.float64 if target.is_wide else latents.dtype
+    sites = ", ".join(f"'{name}'" for name in names)
+    return (
+        f"draws of {sites} lie nearer to a bound than {str(dtype).removeprefix('torch.')} resolves"
     )
 
 

@@ -72,7 +72,7 @@ def read_file(
 
 def _version() -> int:
     """Version of the file format; raise it whenever older files cannot be read any more."""
-    return 1
+    return 2
 
 
 def save_file(path: Path, content: Any) -> None:

@@ -231,3 +231,12 @@ def test_masks_that_change_after_their_site(by_handler, in_place):
         rate = points[0].sigmoid()
         expected = rate.log() + 2 * (-rate).log1p() + (rate * (1 - rate)).log()
         torch.testing.assert_close(Target(model, y).log_prob(points), expected)
+
+
+def test_a_plate_inside_of_a_mask():
+    def model(y):
+        with poutine.mask(mask=torch.tensor([True, False, True])), pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(pyro.sample("x", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="1 of 3 elements of latent 'x' have no prior"):
+        assert Target(model, torch.zeros(3)).latent_dim == 3

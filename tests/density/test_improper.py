@@ -78,7 +78,9 @@ def product_of_scales():
 )
 def test_an_endless_direction_is_named(model, names, dtype):
     torch.set_default_dtype(dtype)
-    with pytest.raises(ValueError, match=f"direction of {names}, which have flat priors. Cure"):
+    with pytest.raises(
+        ValueError, match=f"direction of {names}, whose priors are flat or masked. Cure"
+    ):
         fit(model, seed=0, progress=False)
 
 
@@ -115,7 +117,7 @@ def test_a_masked_sum_is_endless_in_its_differences():
         x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).mask(False).to_event(1))
         observe(x.sum(), 1.0)
 
-    message = "direction of 'x', which have a mask in place of a prior. Cure"
+    message = "direction of 'x', whose priors are flat or masked. Cure"
     with pytest.raises(ValueError, match=message):
         fit(model, seed=0, progress=False)
 

@@ -234,7 +234,7 @@ def test_a_check_without_power_does_not_contradict_trust():
     telling = dataclasses.replace(found, drift=blind._replace(resolution=Resolution(0.1, 1.1)))
     assert "would not show" in str(telling) and "other checks" not in str(telling)
     nothing = blind._replace(resolution=Resolution(31.0, math.inf))
-    assert "errors of whole sds in means or of any size in sds would not show" in str(
+    assert "errors below 31 sd in means or of any size in sds would not show" in str(
         dataclasses.replace(found, drift=nothing)
     )
 
@@ -344,7 +344,7 @@ def test_dependent_draws_are_not_taken_for_independent_ones():
     worth = StoredDraws(draws, settled=True, num_independent=150)
     found = diagnose(model, worth, **options)
     assert found.num_samples == 150 and found.verdict == "trust"
-    head = "Diagnosis of 150 of 6000 stored draws in 10 dimensions, as many as they are worth"
+    head = "Diagnosis of 150 of 6000 stored draws in 10 dimensions, thinned because they depend"
     assert str(found).startswith(head)
     as_independent = diagnose(model, StoredDraws(draws, settled=True), **options)
     assert as_independent.verdict != "trust" and as_independent.num_stored == 0

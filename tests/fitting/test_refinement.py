@@ -614,3 +614,25 @@ def test_data_that_bound_a_latent_variable():
     weights = (dist.LogNormal(1.0, 1.0).log_prob(grid) - 3 * grid.log()).softmax(0)
     assert top.min() >= 3
     assert top.median() == pytest.approx(grid[(weights.cumsum(0) < 0.5).sum()].item(), abs=0.3)
+
+
+def rising_to_one(shape):
+    """The posterior is Beta(1, shape), and the prior has draws everywhere."""
+    p = pyro.sample("p", dist.Uniform(0.0, 1.0))
+    pyro.factor("rise", (shape - 1) * (-p).log1p())
+
+
+def test_chains_at_the_last_number_below_a_bound_run_again_in_float64():
+    """9 % lies beyond the last number below 1 in float32, and 0.5 % in float64."""
+    without_search = FitPolicy(budget=BudgetPolicy(search_seconds=0.0))
+    result = fit(rising_to_one, "auto", 0.15, policy=without_search, **QUIET)
+    outcome = next(line.outcome for line in result.stages if line.name == "refine")
+    assert outcome.startswith("again in float64, as draws of 'p' lie nearer to a bound than float")
+    assert result.refined.unresolved == ""
+
+
+def test_draws_that_no_dtype_resolves_are_doubted():
+    with pytest.warns(UserWarning, match="draws of 'p' lie nearer .*float64.*Cure: integrate"):
+        result = fit(rising_to_one, "auto", 0.05, refine=True, **QUIET)
+    found = result.diagnose(num_transitions=0, modes=None)
+    assert found.verdict != "trust" and "mass beyond is lost" in str(found)

@@ -96,6 +96,8 @@ def test_fit_corrects_by_itself(corrected):
     draws = result.sample(20_000)["x"]
     assert draws.mean().item() == pytest.approx(mean, abs=0.025)
     assert draws.std().item() == pytest.approx(sd, abs=0.025)
+    found = result.diagnose(num_samples=200, modes=None)
+    assert found.weighed == result.stages[-1].outcome and "effective" in found.weighed
 
 
 def test_the_first_draws_repeat_by_seed_like_all_others():

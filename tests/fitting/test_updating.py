@@ -480,7 +480,7 @@ def test_the_prior_moves_to_data_that_disagree(tmp_path: Path) -> None:
     names = [stage.name for stage in second.stages]
     assert names.count("prior") > 1
     assert names.count("prior") == names.count("search")
-    assert "moved: it was a guess" in second.stages[names.index("prior", 1)].outcome
+    assert "moved: it was wrong for" in second.stages[names.index("prior", 1)].outcome
     assert (tmp_path / "moved-1").is_dir()
     before = dist.Gamma(2.0 + y[:3].sum(), 4.0)
     at = torch.tensor(5.0)  # Bayes' theorem at any rate

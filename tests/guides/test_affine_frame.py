@@ -23,6 +23,7 @@ from pyro_implicit import (
     InjectiveELBO,
 )
 from pyro_implicit.density import Target, find_modes
+from pyro_implicit.fitting.parameters import guide_parameters
 from pyro_implicit.guides import Frame
 
 both = pytest.mark.parametrize("make_guide", [AutoImplicit, AutoSemiImplicit])
@@ -147,6 +148,7 @@ def test_nothing_trains_a_frame(make_guide, frame, is_loaded):
         guide = make_guide(pair, frame=None)
         guide()
         guide.load_state_dict(state)
+        guide()
     before = {name: one.detach().clone() for name, one in guide.named_parameters()}
     sum((one - 3.0).square().sum() for one in guide.parameters()).backward()
     torch.optim.AdamW(guide.parameters(), weight_decay=0.5).step()
@@ -200,3 +202,9 @@ def test_bad_frames(frame, message):
 def test_neither_frame_nor_guide():
     with pytest.raises(TypeError, match="a Gaussian autoguide, a Frame.*but got.*AutoNormal"):
         AutoImplicit(pair, frame=AutoNormal)()
+
+
+def test_a_function_around_a_guide_keeps_the_frame():
+    guide = AutoImplicit(pair, frame=Frame(LOC, None, FACTOR))
+    names = {name.rpartition(".")[2] for name in guide_parameters(lambda: guide())}
+    assert {"loc", "frame_loc", "frame_scale_tril"} <= names

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent
 
@@ -19,7 +20,7 @@ __all__ = ["MaskWatch"]
 class MaskWatch(Messenger):
     """Remembers the masks of a run, to find those that the model changes in place.
 
-    Pyro computes densities after the run, with the masks of then: ``seen |= y[t] > 0`` changes the
+    Pyro computes densities after the run, with the final masks: ``seen |= y[t] > 0`` changes the
     masks of all earlier sites. Pyro's example of capture and recapture does so.
     """
 
@@ -29,6 +30,8 @@ class MaskWatch(Messenger):
 
     def _pyro_post_sample(self, msg: Any) -> None:
         wrappers = (Independent, MaskedDistribution)
+        if site_is_subsample(msg):
+            return
         if isinstance(msg["mask"], Tensor) or isinstance(msg["fn"], wrappers):
             self._masks[msg["name"]] = dict(msg), unmasked_elements(msg)
 
@@ -41,6 +44,6 @@ class MaskWatch(Messenger):
             if not torch.equal(unmasked_elements(site), before):
                 raise ValueError(
                     f"the model changes the mask of site '{name}' after it, in place: Pyro "
-                    "computes densities at the end of the run, when the mask is another. Cure: a "
+                    "computes densities at the end of the run, with the changed mask. Cure: a "
                     "new tensor for each site, such as mask = mask | seen in place of mask |= seen"
                 )

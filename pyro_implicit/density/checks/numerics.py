@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.checks.observations import (
@@ -23,11 +24,12 @@ from pyro_implicit.density.policy import GRADIENTS, ROUNDING, RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
-from pyro_implicit.runtime.sites import Site, innermost
+from pyro_implicit.runtime.sites import Site, innermost, innermost_support
 from pyro_implicit.runtime.trees import map_tree
 
 __all__ = [
     "InexactArithmetic",
+    "beyond_resolution",
     "blame",
     "harmful_rounding",
     "is_rounding",
@@ -288,6 +290,42 @@ def loses_digits(target: Target, points: Tensor) -> bool:
         return False
     back = target.unconstrain(target.constrain(points))
     return bool(((back - points).abs() > ROUNDING.max_error).any())
+
+
+@torch.no_grad()
+def beyond_resolution(target: Target, points: Tensor) -> tuple[str, ...]:
+    """Return the sites with draws at or beyond the last number before an end of their interval.
+
+    The model sees the last number in their place, so that a density that rises towards the end,
+    such as that of Beta(1.0, 0.05), lacks mass.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Beta(1.0, 0.05))
+    >>> target = Target(model)
+    >>> [beyond_resolution(target, torch.tensor([[x]])) for x in (15.0, 20.0)]
+    [(), ('x',)]
+
+    :param points: unconstrained draws, ``(num_points, latent_dim)``.
+    """
+    found = []
+    ends = constraints.interval, constraints.half_open_interval
+    for name, part in target.split(points.double() if target.is_wide else points).items():
+        # In a simplex, small elements keep their digits, although the map back loses them.
+        if name in target.sampled or not isinstance(
+            innermost_support(target.priors[name].support), ends
+        ):
+            continue
+        transform, infinite = target.transforms[name], torch.full_like(part[:1], math.inf)
+        first, last = (transform.inv(transform(end)) for end in (-infinite, infinite))
+        lost = part - part.clamp(first + ROUNDING.max_error, last - ROUNDING.max_error) != 0
+        lost |= (transform.inv(transform(part)) - part).abs() > ROUNDING.max_error
+        if lost.double().mean(0).max() > ROUNDING.beyond_share:
+            found.append(name)
+    return tuple(found)
 
 
 @torch.no_grad()
