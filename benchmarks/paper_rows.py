@@ -88,7 +88,7 @@ def classification() -> list[Row]:
     lines = [{"method": name, "seed": seed, "steps": 2000} for name in methods for seed in range(3)]
     words, out = ["--methods", *methods, "--seeds", "3"], "toy_classification"
     rows = [row(out, out, "GPVI classification, 3 seeds", words, 0.2, 1.0, None, *lines)]
-    for method, hours in (("InjectiveELBO", 1.2), ("GPVI", 1.8)):
+    for method, hours in (("InjectiveELBO", 1.9), ("GPVI", 2.9)):
         name, words = f"GPVI classification {method}", ["--paper", "--methods", "NUTS", method]
         line = {"method": method, "steps": 500_000}
         rows.append(row(out, f"paper_{out}", name, words, hours, 0.7, 0, line))
