@@ -309,16 +309,7 @@ def move_draws(
             warn_user(_no_time("max_seconds is too short for chains"))
             return result
         run = partial(refine_target, setup, modes=modes if several else None)
-        refined, note = run(), ""
-        last = torch.arange(refined.num_chains)
-        if refined.unresolved and result.target.widen(refined.store.take(last)):
-            note = f"again in float64, as {refined.unresolved}; "
-            refined = run()
-        if refined.unresolved:
-            warn_user(
-                f"{refined.unresolved}, so that the result lacks the mass beyond. Cure: integrate "
-                "these latents out, such as by dist.BetaBinomial, or a prior with less mass there"
-            )
+        refined, note = _resolved(result.target, run)
         result.refined = refined
         line.outcome = f"{note}{refined.stopped} after {refined.num_gradients} gradients"
         if refined.modes_weighed and not several:
@@ -346,6 +337,22 @@ def move_draws(
     else:
         _teach_guide(stages, refined)
     return result
+
+
+def _resolved(target: Target, run: Callable[[], Refined]) -> tuple[Refined, str]:
+    """Run chains, in float64 if the dtype ends before their draws do; return what was done, too."""
+    refined, note = run(), ""
+    if refined.unresolved:
+        last = refined.store.take(torch.arange(refined.num_chains))
+        if target.widen(last):
+            note = f"again in float64, as {refined.unresolved}; "
+            refined = run()
+    if refined.unresolved:
+        warn_user(
+            f"{refined.unresolved}, so that the result lacks the mass beyond. Cure: integrate "
+            "these latents out, such as by dist.BetaBinomial, or a prior with less mass there"
+        )
+    return refined, note
 
 
 def judged_errors(refined: Refined) -> tuple[bool, str]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic that errs in the last bit."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,6 +12,7 @@ from pyro_implicit import fit
 from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.checks.numerics import (
     InexactArithmetic,
+    beyond_resolution,
     harmful_rounding,
     is_rounding,
 )
@@ -74,6 +77,20 @@ def test_single_precision_stands_still_near_a_bound():
     assert found.dtype == torch.float32
     log_rest = torch.nn.functional.logsigmoid(-points[:, 1].double())  # log(1 - p)
     torch.testing.assert_close(found - found[0], (0.1 * (log_rest - log_rest[0])).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.0, 2.0), (-3.0, 0.0)])
+def test_the_last_number_before_a_bound(low, high, dtype):
+    torch.set_default_dtype(dtype)
+    target = Target(lambda: pyro.sample("x", dist.Uniform(low, high)))
+    digits = -math.log(torch.finfo(dtype).eps)
+
+    def is_lost(x):
+        return beyond_resolution(target, torch.full((9, 1), x)) == ("x",)
+
+    assert not is_lost(digits - 2) and is_lost(digits + 2)
+    assert is_lost(-digits - 2) == (low != 0) and not is_lost(2 - digits)
 
 
 def test_fit_finds_the_mass_near_a_bound():
