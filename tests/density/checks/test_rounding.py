@@ -93,6 +93,14 @@ def test_the_last_number_before_a_bound(low, high, dtype):
     assert is_lost(-digits - 2) == (low != 0) and not is_lost(2 - digits)
 
 
+def test_sites_without_elements_and_simplices_are_resolved():
+    def model():
+        pyro.sample("x", dist.Uniform(torch.zeros(0), 1.0).to_event(1))
+        pyro.sample("shares", dist.Dirichlet(torch.full((3,), 0.05)))
+
+    assert beyond_resolution(Target(model), torch.full((9, 2), 20.0)) == ()
+
+
 def test_fit_finds_the_mass_near_a_bound():
     result = fit(near_one, "auto", seed=0, progress=False)
     share = (result.sample(4000)["p"][:, 1] < 0.999).double().mean()
