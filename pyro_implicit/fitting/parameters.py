@@ -112,6 +112,13 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 def guide_parameters(guide: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
     """Return a dict of all parameters of a guide that is a function, with its frozen frames.
 
+    **Example:**
+
+    >>> def guide():
+    ...     pyro.param("fixed", torch.tensor(1.0)).unconstrained().requires_grad_(False)
+    >>> guide_parameters(guide).keys(), learnt_parameters(guide).keys()
+    (dict_keys(['fixed']), dict_keys([]))
+
     :param guide: the guide; it runs once.
     """
     trace = _parameters_of(guide, args, kwargs)

@@ -468,7 +468,8 @@ def fit_update(
         if log_prob is not None:
             weights = prior.weights(points, log_prob)
             lost = 0.0 if accepts(weights) else 1 - weights.efficiency
-        guess = max(share, lost) if number else share  # once it moves, until it is good
+        # A coarse prior does not move by itself, but one that has moved goes on until it fits.
+        guess = max(share, lost) if number else share
         is_last = number == policy.num_moves or limit.is_over() or result.interrupted
         if log_prob is None or is_last or guess <= VERDICT.extrapolated.check:
             break

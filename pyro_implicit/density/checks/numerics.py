@@ -310,6 +310,7 @@ def beyond_resolution(target: Target, points: Tensor) -> tuple[str, ...]:
     [(), ('x',)]
 
     :param points: unconstrained draws, ``(num_points, latent_dim)``.
+    :returns: their names; sites whose support is no interval are left out.
     """
     found = []
     ends = constraints.interval, constraints.half_open_interval
