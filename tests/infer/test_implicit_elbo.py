@@ -456,6 +456,22 @@ def test_pyros_checks_run_at_the_first_step():
         LIVI_ELBO(2).loss(model, AutoSemiImplicit(model, frame=None))
 
 
+def test_a_mask_that_changes_after_its_site_is_refused_at_the_first_step():
+    """Pyro computes densities at the end of the run, with the final mask."""
+
+    def model(y):
+        x, seen = pyro.sample("x", dist.Normal(0.0, 1.0)), torch.zeros(2, dtype=torch.bool)
+        with pyro.plate("rows", 2):
+            for t in range(2):
+                with poutine.mask(mask=seen):
+                    pyro.sample(f"y_{t}", dist.Normal(x, 1.0), obs=y[t])
+                seen |= y[t] > 0
+
+    message = "changes the mask of site 'y_0' after it.* Cure: a new tensor"
+    with pytest.raises(ValueError, match=message):
+        LIVI_ELBO(2).loss(model, AutoNormal(model), torch.ones(2, 2))
+
+
 def test_guide_messenger():
     guide = AutoNormalMessenger(regression)
     assert math.isfinite(ImplicitELBO(2).loss(regression, guide))

@@ -21,6 +21,7 @@ from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.checks.masks import MaskWatch
 from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.discrete import refuse_coupled
 from pyro_implicit.density.model import (
@@ -78,16 +79,18 @@ def first_run(
     If the model raises an error at a draw of the guide, another draw is tried.
 
     :raises ValueError: naming the site, for a latent variable of the model that the guide lacks,
-        one of the guide that the model lacks, or an observation that is NaN.
+        one of the guide that the model lacks, an observation that is NaN, or a mask that the model
+        changes after its site.
     """
     validates = is_validation_enabled()
     for retries_left in reversed(range(RUNS.max_retries)):
-        forgiven = IMPOSSIBLE if retries_left else ()
+        forgiven, masks = IMPOSSIBLE if retries_left else (), MaskWatch()
         try:
             with poutine.block():
                 guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-                replayed = poutine.replay(model, trace=guide_trace)
-                model_trace = restore_priors(poutine.trace(replayed).get_trace(*args, **kwargs))
+                replayed = poutine.trace(poutine.replay(model, trace=guide_trace))
+                with masks:
+                    model_trace = restore_priors(replayed.get_trace(*args, **kwargs))
         except forgiven:
             continue
         # Faults from here on do not depend on the draw.
@@ -98,6 +101,7 @@ def first_run(
                 model_trace.remove_node(name)
         refuse_other_guide(guide, model_trace, guide_trace)
         if validates:
+            masks.refuse_changed()
             check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
         guide_trace = prune_subsample_sites(guide_trace)
         model_trace = prune_subsample_sites(model_trace)
