@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from pyro_implicit.diagnostics.checks import DriftCheck, ModeCoverage, SteinCheck
@@ -327,53 +328,84 @@ def judge_chains(drift: Drift, policy: VerdictPolicy = VERDICT) -> Verdict:
 
 def find_faults(found: Diagnosis) -> Iterator[Finding]:
     """Yield all reasons against a guide."""
-    policy = found.policy
+    return chain.from_iterable(rule(found) for rule in _RULES)
+
+
+def _unusable_draws(found: Diagnosis) -> Iterator[Finding]:
     if found.broken:
         cure = MOVE_BETTER if found.no_density == STORED else f"fit again: a wider start, {STEPS}"
         yield Finding("do not trust", found.broken, cure)
     if found.improper:
         yield Finding("do not trust", found.improper, "a proper prior, such as HalfNormal")
-    if found.bound is not None and found.efficiency < policy.even_weights and not found.judged:
-        reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
-        # If weights are even, a heavy tail has little mass.
-        is_even = found.efficiency > policy.good_weights
-        limits = policy.khat_of_even if is_even else policy.khat
-        yield from _judge(limits, found.bound.khat, reason, _better_fit(found))
-    keep = found.of_chains and not found.modes_weighed
-    if keep and found.coverage is not None and (found.coverage.mass > CHECKS.least_mass).sum() > 1:
+
+
+def _uneven_weights(found: Diagnosis) -> Iterator[Finding]:
+    policy = found.policy
+    if found.bound is None or found.judged or found.efficiency >= policy.even_weights:
+        return
+    reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
+    # If weights are even, a heavy tail has little mass.
+    is_even = found.efficiency > policy.good_weights
+    limits = policy.khat_of_even if is_even else policy.khat
+    yield from _judge(limits, found.bound.khat, reason, _better_fit(found))
+
+
+def _unweighed_modes(found: Diagnosis) -> Iterator[Finding]:
+    if found.coverage is None or found.modes_weighed or not found.of_chains:
+        return
+    if (found.coverage.mass > CHECKS.least_mass).sum() > 1:
         reason = "chains keep the weights that the guide gave to separate modes"
         yield Finding("check", reason, "refine(..., temper=True), which weighs the modes")
+
+
+def _left_out_draws(found: Diagnosis) -> Iterator[Finding]:
     if found.left_out:
         cure = "data and defaults in float64, or priors that do not reach where the model overflows"
         yield Finding("check", found.left_out, cure)
-    reason = far_from_prior(found.extrapolated)
-    yield from _judge(policy.extrapolated, found.extrapolated, reason, JOINTLY)
+
+
+def _prior_of_an_update(found: Diagnosis) -> Iterator[Finding]:
+    limits = found.policy.extrapolated
+    yield from _judge(limits, found.extrapolated, far_from_prior(found.extrapolated), JOINTLY)
     reason = coarse_prior(f"weights that correct it lose {found.coarse:.0%} of the draws")
-    yield from _judge(policy.extrapolated, found.coarse, reason, TOGETHER)
+    yield from _judge(limits, found.coarse, reason, TOGETHER)
+
+
+def _unsettled_training(found: Diagnosis) -> Iterator[Finding]:
     if found.given:
         reason = f"the ELBO was still rising when the training of {found.given} ended"
         yield Finding("check", reason, "fit with more num_steps or a larger lr, or give it a prior")
+
+
+def _unsettled_chains(found: Diagnosis) -> Iterator[Finding]:
     for doubt in found.doubts:
         yield Finding("check", doubt, MOVE_BETTER)
-    verdict = "trust" if found.unsettled is None else judge_chains(found.unsettled, policy)
+    verdict: Verdict = "trust"
+    if found.unsettled is not None:
+        verdict = judge_chains(found.unsettled, found.policy)
     if verdict != "trust":
         # The units of a network have no order: R-hat of its weights says little of predictions.
         reason, cure = f"the chains ended before they converged: {found.unsettled}", CONTINUE
         if found.judged and found.mixing is not None:
-            reason, cure = _describe_mixing(found.mixing, policy)
+            reason, cure = _describe_mixing(found.mixing, found.policy)
         yield Finding("check" if found.judged else verdict, reason, cure)
-    if found.held_out is not None:
-        yield from _calibration_findings(found.held_out, policy)
+
+
+def _missing_density(found: Diagnosis) -> Iterator[Finding]:
     known = found.broken or found.of_chains or found.judged or found.doubts
-    if found.no_density and not known:
-        cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
-        if found.semi_implicit:
-            cure = "AutoregressiveGenerator with InjectiveELBO, or refine"
-        reason = "no importance weights, without which no guide is trusted"
-        if found.no_density == STORED:
-            cure = "refine, or result.refine_more of chains"
-            reason = "these draws have no importance weights, and are of no chains that settled"
-        yield Finding("check", reason, cure)
+    if known or not found.no_density:
+        return
+    cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
+    if found.semi_implicit:
+        cure = "AutoregressiveGenerator with InjectiveELBO, or refine"
+    reason = "no importance weights, without which no guide is trusted"
+    if found.no_density == STORED:
+        cure = "refine, or result.refine_more of chains"
+        reason = "these draws have no importance weights, and are of no chains that settled"
+    yield Finding("check", reason, cure)
+
+
+def _wrong_moments(found: Diagnosis) -> Iterator[Finding]:
     checks = (
         ("importance weights", found.importance),
         ("Stein's identities", found.stein),
@@ -382,23 +414,27 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     for name, check in checks:
         if check is not None:
             yield from _moment_findings(found, name, check)
+
+
+def _lost_tail(found: Diagnosis) -> Iterator[Finding]:
     if found.drift is not None:
         share = found.drift.escaped
         reason = f"{share:.1%} of short HMC's draws end beyond all of the guide's: a tail is lost"
-        yield from _judge(policy.escaped, share, reason, _cure(found))
-    yield from _lack_of_power(found)
-    if found.stein is not None and found.efficiency < policy.good_weights:
-        yield from _kernel_findings(found.stein, _cure(found))
+        yield from _judge(found.policy.escaped, share, reason, _cure(found))
+
+
+def _loose_objective(found: Diagnosis) -> Iterator[Finding]:
     gap, error = found.gap or (0.0, 0.0)
-    if not gap <= max(policy.gap, policy.gap_errors * error):
-        reason = f"the objective is {gap:.1f} nats above the certified bound"
-        if not math.isfinite(gap):
-            reason = "the objective is not finite"
-        yield Finding(
-            "check",
-            reason,
-            "judge fits by evidence_bound; LIVI with log_det='exact', or InjectiveELBO",
-        )
+    if gap <= max(found.policy.gap, found.policy.gap_errors * error):
+        return
+    reason = f"the objective is {gap:.1f} nats above the certified bound"
+    if not math.isfinite(gap):
+        reason = "the objective is not finite"
+    cure = "judge fits by evidence_bound; LIVI with log_det='exact', or InjectiveELBO"
+    yield Finding("check", reason, cure)
+
+
+def _lost_modes(found: Diagnosis) -> Iterator[Finding]:
     if found.coverage is not None and found.coverage.uncovered.any():
         lost = found.coverage.mass[found.coverage.uncovered].max().item()
         reason = f"no draws at a mode that holds about {lost:.0%} of the mass"
@@ -430,12 +466,13 @@ def _describe_calibration(report: LabelReport | NumberReport) -> str:
     return f"{nll}, {kind} {', '.join(shares)}" if shares else nll
 
 
-def _calibration_findings(
-    report: LabelReport | NumberReport, policy: VerdictPolicy
-) -> Iterator[Finding]:
+def _uncalibrated(found: Diagnosis) -> Iterator[Finding]:
+    report = found.held_out
+    if report is None:
+        return
     for name, expected, share in _levels(report):
         error = math.sqrt(expected * (1 - expected) / report.num_rows)
-        if abs(share - expected) > policy.calibration_errors * error:
+        if abs(share - expected) > found.policy.calibration_errors * error:
             side = "overconfident" if share < expected else "underconfident"
             reason = (
                 f"predictions are {side}: {share:.0%} of {name} on held-out rows instead of "
@@ -498,7 +535,10 @@ def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
     yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
 
 
-def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
+def _unlike_scores(found: Diagnosis) -> Iterator[Finding]:
+    stein = found.stein
+    if stein is None or found.efficiency >= found.policy.good_weights:
+        return
     sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < MOMENTS.false_alarm]
     where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
     p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
@@ -506,7 +546,27 @@ def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
         reason = (
             f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
         )
-        yield Finding("check", reason, cure)
+        yield Finding("check", reason, _cure(found))
+
+
+#: In the order of the report: the first of the worst findings is the reason of the verdict.
+_RULES = (
+    _unusable_draws,
+    _uneven_weights,
+    _unweighed_modes,
+    _left_out_draws,
+    _prior_of_an_update,
+    _unsettled_training,
+    _unsettled_chains,
+    _uncalibrated,
+    _missing_density,
+    _wrong_moments,
+    _lost_tail,
+    _lack_of_power,
+    _unlike_scores,
+    _loose_objective,
+    _lost_modes,
+)
 
 
 def has_power(check: MomentCheck, policy: VerdictPolicy = VERDICT) -> bool:

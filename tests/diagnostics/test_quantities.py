@@ -15,7 +15,7 @@ from pyro_implicit import compare, diagnose
 from pyro_implicit.diagnostics.moments import Fault
 from pyro_implicit.diagnostics.policy import VERDICT
 from pyro_implicit.diagnostics.quantities import Mixing, describe_faults, mixing
-from pyro_implicit.diagnostics.verdict import Diagnosis, _calibration_findings
+from pyro_implicit.diagnostics.verdict import Diagnosis, _uncalibrated
 from pyro_implicit.guides import Permutations
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.nn import FunctionValues, NumberReport, classifier, regressor, to_bayesian_
@@ -205,7 +205,7 @@ def test_coverage_beyond_three_standard_errors(share, side):
     # Of 100 rows, the share inside of 90 % intervals has the standard error 0.03.
     found = Diagnosis(100, 5, judged="predictions", held_out=report({0.9: share}))
     assert "NLL 1.500 on 100 rows, coverage" in str(found)
-    reasons = [one.reason for one in _calibration_findings(found.held_out, VERDICT)]
+    reasons = [one.reason for one in _uncalibrated(found)]
     assert [reason for reason in reasons if side in reason] == reasons
     assert len(reasons) == bool(side)
     assert (f"predictions are {side}" in str(found)) == bool(side)
