@@ -22,6 +22,7 @@ from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
 from pyro_implicit.density.scales import has_only_local_latents
+from pyro_implicit.density.tails import find_tails
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
@@ -391,8 +392,8 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
 def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | None:
     """Return the posterior of all data in suitable coordinates; None if the model subsamples them.
 
-    Latent variables with moving supports, batch dimensions outside of plates and angles are
-    declared for all stages first.
+    Latent variables with moving supports, batch dimensions outside of plates, priors without a
+    variance and angles are declared for all stages first.
     """
 
     def make_target() -> Target:
@@ -407,6 +408,9 @@ def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | Non
                 stages.declare_supports(error.names)
         if target.unplated and not target.sampled:
             stages.declare_events(target.unplated)
+            target = make_target()
+        if tails := find_tails(target):
+            stages.declare_tails(tails)
             target = make_target()
         phases = find_phases(target)
         if target.turns or phases:
@@ -589,6 +593,10 @@ def _fit_batches(
     target = make_target()
     if target.unplated and isinstance(guide, str):
         stages.declare_events(target.unplated)
+        target = make_target()
+    # Of rows, each minibatch has other ones.
+    if isinstance(guide, str) and not may_be_local and (tails := find_tails(target)):
+        stages.declare_tails(tails)
         target = make_target()
     if target.turns and isinstance(guide, str):
         stages.declare_turns(target.turns)

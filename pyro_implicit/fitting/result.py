@@ -28,6 +28,7 @@ from pyro_implicit.density.model import IMPOSSIBLE, SubsampledError, trace_model
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
+from pyro_implicit.density.tails import Tails, with_short_tails
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.diagnostics.policy import EFFORT, ComparePolicy, VerdictPolicy
@@ -109,6 +110,8 @@ class Fit(Printed):
         and :attr:`posterior` their values, too.
     :param turns: by site, the middle of the turn of the circle in which its angles lie; None for
         angles at whose ends the density ends.
+    :param tails: by site, location and scale of priors without a variance, which have other
+        unconstrained coordinates than in Pyro.
     :param marginal: the fit of the latent variables that remain after the others were integrated
         out, if any were; its chains and importance weights are those of this result.
     :param draws: draws of all latent variables, if some were integrated out, or of passes over
@@ -148,6 +151,7 @@ class Fit(Printed):
     unplated: dict[str, int] = field(default_factory=dict, repr=False)
     supports: tuple[str, ...] = field(default=(), repr=False)
     turns: dict[str, Tensor | None] = field(default_factory=dict, repr=False)
+    tails: dict[str, Tails] = field(default_factory=dict, repr=False)
     marginal: Fit | None = field(default=None, repr=False)
     draws: StoredDraws | None = field(default=None, repr=False)
     passes: RowsTarget | None = field(default=None, repr=False)
@@ -192,7 +196,7 @@ class Fit(Printed):
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with seeded(0, device):  # a loaded result, too, repeats its draws
-            model = on_one_turn(self.model, self.turns) if self.turns else self.model
+            model = self._in_coordinates(self.model)
             return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
 
     @property
@@ -215,8 +219,12 @@ class Fit(Printed):
         model = self.model
         if isinstance(self.guide, (AutoConditional, AutoHierarchical)) and model is not None:
             model = unplated_as_events(model, self.unplated) if self.unplated else model
-            model = on_one_turn(model, self.turns) if self.turns else model
-            self.guide.attach(model)
+            self.guide.attach(self._in_coordinates(model))
+
+    def _in_coordinates(self, model: Any) -> Any:
+        """Return a model with the unconstrained coordinates of this fit."""
+        model = with_short_tails(model, self.tails) if self.tails else model
+        return on_one_turn(model, self.turns) if self.turns else model
 
     @in_turn
     @with_seed

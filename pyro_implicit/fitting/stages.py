@@ -22,6 +22,7 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import confirmed, find_symmetries
+from pyro_implicit.density.tails import Tails, with_short_tails
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
@@ -215,6 +216,14 @@ class Stages:
         """
         self.model = self.trained = on_fixed_supports(self.model, names)
         self.result.supports += tuple(names)
+
+    def declare_tails(self, tails: Mapping[str, Tails]) -> None:
+        """Shorten the tails of latent variables whose priors have no variance in all stages.
+
+        :param tails: see :func:`~pyro_implicit.density.tails.with_short_tails`.
+        """
+        self.model = self.trained = with_short_tails(self.model, tails)
+        self.result.tails = dict(tails)
 
     def declare_turns(self, centres: Mapping[str, torch.Tensor | None]) -> None:
         """Keep the model's latent angles within one turn in all stages.

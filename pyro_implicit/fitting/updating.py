@@ -44,6 +44,7 @@ from pyro_implicit.runtime.sites import (
     is_latent,
     joined_parts,
     names_in_plates_of,
+    site_parts,
     survives,
 )
 
@@ -149,7 +150,11 @@ def _prior_and_density(
 
 def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
     """Return the log-density of values of all sites, with the latent variables of groups integrated
-    out; None if it has other latents, or no data."""
+    out; None if it has other latents, or no data.
+
+    It is that of the values: results of ``fit`` may have other unconstrained coordinates than
+    Pyro's.
+    """
     passes: Target | None = getattr(posterior, "passes", None)
     if passes is None and getattr(posterior, "minibatches", True):  # or no result of fit
         return None
@@ -165,7 +170,7 @@ def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
     def log_prob(values: dict[str, Tensor]) -> Tensor:
         points = target.unconstrain({name: values[name] for name in target.shapes})
         with posterior.own_parameters():
-            return target.log_prob(points)
+            return target.log_prob(points) - target.log_det(points)
 
     return log_prob
 
@@ -311,8 +316,7 @@ class JointPrior:
         :param draws: by site, ``(num_draws, *shape)``.
         :param supports: by site, the constraint of its values.
         :param policy: the numbers of components.
-        :param log_prob: maps values by site to their log-density in unconstrained space,
-            ``(num,)``, up to a constant.
+        :param log_prob: maps values by site to their log-density, ``(num,)``, up to a constant.
         """
         transforms = {
             name: with_small_shares(biject_to(support)) for name, support in supports.items()
@@ -351,7 +355,7 @@ class JointPrior:
         if log_prob is not None:
 
             def at(points: Tensor) -> Tensor:
-                return log_prob(constrained_parts(points, shapes, transforms))
+                return _unconstrained(log_prob, points, shapes, transforms)
 
         prior = cls(normal_mixture(points, policy, at), shapes, transforms)
         prior.least = prior.density.log_prob(points).min().item()
@@ -384,7 +388,8 @@ class JointPrior:
         :param points: unconstrained vectors, ``(num, d)``.
         :param log_prob: the known log-density, as for :meth:`of_draws`.
         """
-        log_weights = log_prob(self.constrain(points)) - self.density.log_prob(points)
+        known = _unconstrained(log_prob, points, self.shapes, self.transforms)
+        log_weights = known - self.density.log_prob(points)
         return LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))
 
     def log_prob(self, values: Mapping[str, Tensor], event_dims: Mapping[str, int]) -> Tensor:
@@ -417,6 +422,22 @@ class JointPrior:
     def constrain(self, points: Tensor) -> dict[str, Tensor]:
         """Map unconstrained vectors ``(num, d)`` to values by site, ``(num, *shape)``."""
         return constrained_parts(points, self.shapes, self.transforms)
+
+
+def _unconstrained(
+    log_prob: LogProb,
+    points: Tensor,
+    shapes: Mapping[str, torch.Size],
+    transforms: Mapping[str, Any],
+) -> Tensor:
+    """Return the log-density of unconstrained vectors, given that of values."""
+    parts = site_parts(points, shapes)
+    values = {name: transforms[name](part) for name, part in parts.items()}
+    total = log_prob(values)
+    for name, part in parts.items():
+        log_det = transforms[name].log_abs_det_jacobian(part, values[name])
+        total = total + log_det.reshape(len(points), -1).sum(-1)
+    return total
 
 
 def fit_update(

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributions.transforms import ExpTransform, SigmoidTransform, Transform
 
 from pyro_implicit.density.model import total_log_prob
+from pyro_implicit.density.tails import has_short_tails
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.ops.jacobian import hessian_products
@@ -200,9 +201,11 @@ class ConditionalReparam(Reparam):
 
     @classmethod
     def suits_site(cls, site: dict[str, Any]) -> bool:
-        """Return whether a site has such a distribution, neither scaled nor masked."""
-        unscaled = bool((torch.as_tensor(site["scale"]) == 1).all())
-        return site["mask"] is None and unscaled and cls.suits(site["fn"])
+        """Return whether a site has such a distribution, neither scaled nor masked, in Pyro's
+        coordinates."""
+        if site["mask"] is not None or has_short_tails(site["fn"]):
+            return False
+        return bool((torch.as_tensor(site["scale"]) == 1).all()) and cls.suits(site["fn"])
 
     @staticmethod
     def is_vector(fn: Any) -> bool:
