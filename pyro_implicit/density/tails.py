@@ -145,13 +145,35 @@ def _shortened(fn: Any, tails: Tails) -> Any:
         fn.base_dist = _shortened(fn.base_dist, tails)
     else:
         fn.support = _ShortTailed(tails)
+        fn.__class__ = _FAR[type(fn)]
     return fn
+
+
+def _log_prob(fn: Any, value: Tensor, df: Tensor) -> Tensor:
+    """Return the log-density of Student's t; torch's overflows from 1e19 in float32."""
+    distance = torch.hypot((value - fn.loc) / (fn.scale * df.sqrt()), torch.ones_like(df))
+    normaliser = torch.lgamma((df + 1) / 2) - torch.lgamma(df / 2) - (math.pi * df).log() / 2
+    return normaliser - fn.scale.log() - (df + 1) * distance.log()
+
+
+class _FarCauchy(Cauchy):
+    def log_prob(self, value: Tensor) -> Tensor:
+        return _log_prob(self, value, torch.ones_like(self.scale))
+
+
+class _FarStudentT(StudentT):
+    def log_prob(self, value: Tensor) -> Tensor:
+        return _log_prob(self, value, self.df)
+
+
+#: By class, the one whose log-density reaches as far as its coordinate.
+_FAR: dict[type, type] = {Cauchy: _FarCauchy, StudentT: _FarStudentT}
 
 
 def _tails_of(fn: Any) -> Tails | None:
     while _has_base(fn):
         fn = fn.base_dist
-    is_heavy = isinstance(fn, Cauchy) or (isinstance(fn, StudentT) and bool((fn.df <= 2).all()))
+    is_heavy = type(fn) is Cauchy or (type(fn) is StudentT and bool((fn.df <= 2).all()))
     return Tails(_common(fn.loc), _common(fn.scale)) if is_heavy else None
 
 

@@ -16,6 +16,7 @@ from torch.distributions import biject_to
 from pyro_implicit import fit
 from pyro_implicit.density import Target
 from pyro_implicit.density.tails import Tails, find_tails, with_short_tails
+from pyro_implicit.fitting import Fit
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 
 SCALES = torch.tensor([1.0, 3.0])
@@ -77,6 +78,18 @@ def test_the_coordinate_has_two_derivatives_everywhere_and_does_not_overflow():
     torch.testing.assert_close(log_det, torch.full((2,), 800.0 - math.log(2)))
 
 
+@pytest.mark.parametrize("fn", [dist.Cauchy(0.0, 2.0), dist.StudentT(1.5, 0.0, 2.0)])
+def test_the_density_does_not_overflow_in_float32(fn):
+    def model():
+        pyro.sample("x", fn)
+
+    short = Target(with_short_tails(model, find_tails(Target(model))))
+    df = 1.0 if isinstance(fn, dist.Cauchy) else 1.5
+    log_prob, score = short.score(torch.tensor([[60.0], [80.0]]))  # up to 5e34
+    torch.testing.assert_close(log_prob.diff(), torch.tensor([-20.0 * df]))
+    torch.testing.assert_close(score, torch.full((2, 1), -df))
+
+
 @pytest.mark.parametrize("family", LIGHT)
 def test_priors_with_a_variance_keep_their_coordinates(family):
     assert find_tails(Target(lambda: pyro.sample("x", LIGHT[family]))) == {}
@@ -98,28 +111,53 @@ def test_priors_that_change_with_others_keep_their_coordinates():
     assert not ConditionalReparam.suits_site(sites["z"])  # whose coordinate is not its value
 
 
-def test_a_fit_where_the_posterior_has_no_variance_either():
-    """Two coefficients of which the data know the product: two ridges, far into both tails."""
+def test_a_fit_of_separable_data(tmp_path):
+    """Without an end to the likelihood, the tail of the slope is that of its prior."""
+    x, y = torch.tensor([-2.0, -1.0, 0.5, 1.5]), torch.tensor([0.0, 0.0, 1.0, 1.0])
+
+    def model(x: Tensor, y: Tensor) -> None:
+        a = pyro.sample("a", dist.Cauchy(0.0, 10.0))
+        b = pyro.sample("b", dist.Cauchy(0.0, 2.5))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=a + b * x), obs=y)
+
+    result = fit(model, "auto", x, y, seed=0, progress=False)
+    assert result.tails.keys() == {"a", "b"}
+    grid = torch.linspace(-12.0, 12.0, 1_201, dtype=torch.float64)
+    values, log_prior = {}, torch.zeros((), dtype=torch.float64)
+    for name, scale in (("a", 10.0), ("b", 2.5)):
+        shape = (-1, 1) if name == "a" else (1, -1)
+        values[name] = scale * grid.sinh().reshape(shape)
+        log_det = (scale * grid.cosh()).log().reshape(shape)
+        log_prior = log_prior + dist.Cauchy(0.0, scale).log_prob(values[name]) + log_det
+    logits = values["a"] + values["b"] * x.double().reshape(-1, 1, 1)
+    log_likelihood = torch.distributions.Bernoulli(logits=logits).log_prob(y.reshape(-1, 1, 1))
+    exact = (log_prior + log_likelihood.sum(0)).flatten().softmax(0).reshape(1_201, 1_201)
+    draws = result.sample(8_000)
+    for name, bounds in (("a", (-10.0, 0.0, 10.0)), ("b", (2.0, 6.0, 20.0, 200.0))):
+        for bound in bounds:
+            expected = (exact * (values[name] < bound)).sum().item()
+            share = (draws[name] < bound).double().mean().item()
+            assert share == pytest.approx(expected, abs=0.03), (name, bound)
+    assert result.diagnose().verdict != "do not trust"
+    result.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", model, x, y)
+    assert loaded.tails == result.tails and loaded.target.shapes == result.target.shapes
+    points = torch.tensor([[0.5, 3.0]])
+    torch.testing.assert_close(loaded.target.log_prob(points), result.target.log_prob(points))
+
+
+def test_minibatches_share_the_coordinates():
+    """Those of single rows have their own in Pyro, as each minibatch has other rows."""
 
     def model(y: Tensor) -> None:
-        a, b = (pyro.sample(name, dist.Cauchy(0.0, 1.0)) for name in "ab")
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(a * b, 1.0), obs=y)
+        x = pyro.sample("x", dist.Cauchy(0.0, 1.0))
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
-    y = torch.tensor([2.5, 1.2, 2.0, 3.1])
-    result = fit(model, "auto", y, seed=0, progress=False)
-    assert result.tails.keys() == {"a", "b"} and result.num_modes == 1  # up to both signs
-    z = torch.linspace(-14.0, 14.0, 1_401, dtype=torch.float64)
-    x, prior = z.sinh(), dist.Cauchy(0.0, 1.0).log_prob(z.sinh()) + z.cosh().log()
-    likelihood = -0.5 * len(y) * (x.unsqueeze(-1) * x - y.mean()).square()
-    exact = (prior.unsqueeze(-1) + prior + likelihood).flatten().softmax(0).reshape(1_401, 1_401)
-    draws = result.sample(8_000)
-    for name in "ab":
-        for at in (-3.0, -1.0, 0.0, 1.0, 3.0):
-            expected = exact.sum(0)[z < math.asinh(at)].sum().item()
-            share = (draws[name] < at).double().mean().item()
-            assert share == pytest.approx(expected, abs=0.03)
-    assert (draws["a"] * draws["b"]).mean().item() == pytest.approx(
-        (exact * x.unsqueeze(-1) * x).sum().item(), abs=0.06
-    )
-    assert result.diagnose().verdict != "do not trust"
+    y = torch.linspace(-1.0, 3.0, 40)
+    result = fit(model, "auto", batches=list(y.split(20)), seed=0, progress=False)
+    assert result.tails.keys() == {"x"}
+    draws = result.sample(4_000)["x"]
+    assert draws.mean().item() == pytest.approx(0.975, abs=0.02)  # by quadrature
+    assert draws.std().item() == pytest.approx(0.158, abs=0.01)

@@ -13,7 +13,6 @@ from torch import nn
 
 from pyro_implicit import compare, diagnose
 from pyro_implicit.diagnostics.moments import Fault
-from pyro_implicit.diagnostics.policy import VERDICT
 from pyro_implicit.diagnostics.quantities import Mixing, describe_faults, mixing
 from pyro_implicit.diagnostics.verdict import Diagnosis, _uncalibrated
 from pyro_implicit.guides import Permutations
