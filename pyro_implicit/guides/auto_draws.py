@@ -17,7 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
-from pyro_implicit.density.checks import refuse_moving_supports, refuse_unfit_sites
+from pyro_implicit.density.checks import refuse_moving_supports, refuse_point, refuse_unfit_sites
 from pyro_implicit.density.model import IMPOSSIBLE, subsampled_plate, trace_model
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.local_sites import LocalSite, RowNormals, find_local_sites
@@ -337,6 +337,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             rows = self._find_rows(args, kwargs)
             self._trace_prototype(args, kwargs)
             self._refuse_subsampled_latents()
+            for name, site in self.prototype_trace.iter_stochastic_nodes():
+                refuse_point(name, site)
             self._forget_data()
             with torch.no_grad():
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)

@@ -43,7 +43,8 @@ class AutoConditional(DrawSummaries, AutoGuide):
     The covariance is full up to 100 latents and diagonal above. With a diagonal covariance, the
     latents of a plate are independent given their parents, and memory is linear in their number.
 
-    The guide runs the model for its priors, so it needs the model's arguments.
+    The guide runs the model for its priors, so it needs the model's arguments, also in ``median`` and
+    ``quantiles``.
 
     **Example:**
 
@@ -237,7 +238,8 @@ class AutoConditional(DrawSummaries, AutoGuide):
                     raise
                 raise TypeError(
                     f"AutoConditional reads the model's arguments, which are missing ({error}). "
-                    "Cure: guide.sample_posterior(num_samples, x, y), of a model (x, y)"
+                    "Cure: of a model (x, y), guide.sample_posterior(num_samples, x, y), "
+                    "guide.median(x, y) and guide.quantiles([0.1, 0.9], x, y)"
                 ) from error
             found = NoiseMap(target, self.reparams)
             self._last = given, found

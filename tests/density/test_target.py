@@ -22,6 +22,7 @@ from torch.nn.functional import (
     softplus,
 )
 
+from pyro_implicit import AutoSemiImplicit
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 
@@ -473,8 +474,9 @@ def test_latent_with_a_point_mass_is_named():
         a = pyro.sample("a", dist.Delta(torch.ones(2)).to_event(1))
         pyro.sample("x", dist.Normal(a, 1.0).to_event(1))
 
-    with pytest.raises(ValueError, match=r"'a' has the prior Delta.*pyro.deterministic\('a'"):
-        Target(model)
+    for call in (lambda: Target(model), AutoSemiImplicit(model, frame=None)):
+        with pytest.raises(ValueError, match=r"'a' has the prior Delta.*pyro.deterministic\('a'"):
+            call()
     Target(poutine.condition(model, {"a": torch.ones(2)}))
 
 

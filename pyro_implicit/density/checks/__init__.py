@@ -43,6 +43,7 @@ __all__ = [
     "MovingSupportError",
     "refuse_moving_sites",
     "refuse_moving_supports",
+    "refuse_point",
     "refuse_unfit_sites",
     "warn_of_angle",
 ]
@@ -78,7 +79,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
         if not is_discrete_latent(site):
             continuous[name] = site
             _refuse_sequential(name, site)
-            _refuse_point(name, site)
+            refuse_point(name, site)
             _refuse_boundless(name, site)
     if not continuous and not sampled:
         raise RuntimeError(
@@ -107,7 +108,11 @@ def _refuse_sequential(name: str, site: Site) -> None:
             )
 
 
-def _refuse_point(name: str, site: Site) -> None:
+def refuse_point(name: str, site: Site) -> None:
+    """Check that a latent variable can have other values than one.
+
+    :raises ValueError: for a ``Delta`` prior, with the cure.
+    """
     if isinstance(innermost(site["fn"]), Delta):
         raise ValueError(
             f"latent '{name}' has the prior Delta, whose density is 0 at all other values. Cure: "

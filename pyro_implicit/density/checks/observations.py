@@ -404,7 +404,7 @@ def warn_of_missing_data(
     except Exception:  # some models cannot be traced with provenance: then nothing is known
         return
     for name, site in trace.nodes.items():
-        if not is_latent(site):
+        if not is_latent(site) or not site["value"].numel():  # such as an unconditioned factor
             continue
         plates = [frame.name for frame in site["cond_indep_stack"]]
         used = any(name in above for child, above in parents.items() if child != name)

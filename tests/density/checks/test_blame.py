@@ -144,6 +144,20 @@ def test_forgotten_observations():
         Target(forgotten, x)
 
 
+def test_a_factor_is_no_forgotten_observation():
+    """``poutine.uncondition`` makes a latent variable without elements of it."""
+
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.factor("penalty", -x.square().expand(3))
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    with pytest.warns(UserWarning, match="no site depends on 'y'") as caught:
+        Target(pyro.poutine.uncondition(model), torch.zeros(3))
+    assert not any("penalty" in str(one.message) for one in caught)
+
+
 def prior_only():
     v = pyro.sample("v", dist.Normal(0.0, 1.5))
     with pyro.plate("two", 2):
