@@ -43,8 +43,8 @@ class AutoConditional(DrawSummaries, AutoGuide):
     The covariance is full up to 100 latents and diagonal above. With a diagonal covariance, the
     latents of a plate are independent given their parents, and memory is linear in their number.
 
-    The guide runs the model for its priors, so it needs the model's arguments, also in ``median`` and
-    ``quantiles``.
+    The guide runs the model for its priors, so it needs the model's arguments, also in
+    ``median`` and ``quantiles``.
 
     **Example:**
 
