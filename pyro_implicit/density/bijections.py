@@ -250,7 +250,10 @@ class StickBreaking(StickBreakingTransform):
     one minus a sum. In float32, the remainder is then at least about 1e-7, which cuts the tails of
     small shares off, such as those of a Dirichlet with concentrations below one. Here the remainder
     is a product of :math:`\sigma(-\cdot)`, and a sum of the later shares in the inverse. Torch's
-    log-determinant is accurate for accurate shares.
+    log-determinant is a function of the shares. It ends where they underflow, so that the density
+    of a Dirichlet of small concentrations has an endless flat tail. Here it is one of x:
+
+    .. math:: \log |\det J| = \sum_k \log z_k + \log (1 - z_k) + \sum_{j < k} \log (1 - z_j).
 
     **Example:**
 
@@ -267,6 +270,12 @@ class StickBreaking(StickBreakingTransform):
         before = pad(logsigmoid(-ratio).cumsum(-1), [1, 0])  # what remains before each share
         shares = (pad(logsigmoid(ratio), [0, 1]) + before).exp()
         return shares.clamp(min=torch.finfo(x.dtype).tiny)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the log-determinant, ``(*batch,)``, of coordinates x."""
+        ratio = x - _offset(x)
+        before = pad(logsigmoid(-ratio).cumsum(-1)[..., :-1], [1, 0])
+        return (logsigmoid(ratio) + logsigmoid(-ratio) + before).sum(-1)
 
     def _inverse(self, y: Tensor) -> Tensor:
         y = y.clamp(min=torch.finfo(y.dtype).tiny)

@@ -45,6 +45,11 @@ def jump_share(white: Tensor, score: Score, generator: torch.Generator | None = 
         slope = slope.nan_to_num(0.0, 0.0, 0.0)  # outside of the support
         return (other.log_density - one.log_density - slope).abs().nan_to_num(0.0)
 
+    def moved(one: ChainState) -> Tensor:
+        # Far out, where gradients are large, the rounding of a position moves the density.
+        size = (one.position.abs() + JUMPS.step) * one.gradient.abs()
+        return JUMPS.num_roundings * size.sum(-1).nan_to_num(0.0, 0.0, 0.0)
+
     way = torch.randn(white.shape, generator=generator, dtype=white.dtype, device=white.device)
     way = JUMPS.step * way / way.norm(dim=-1, keepdim=True)
     first, last = at(white), at(white + way)
@@ -53,7 +58,8 @@ def jump_share(white: Tensor, score: Score, generator: torch.Generator | None = 
         middle = at(0.5 * (first.position + last.position))
         is_first = difference(first, middle) > difference(middle, last)
         first, last = chosen(is_first, first, middle), chosen(is_first, middle, last)
-    rounding = torch.finfo(white.dtype).eps * first.log_density.abs() / JUMPS.step
+    size = first.log_density.abs() / JUMPS.step + moved(first) + moved(last)
+    rounding = torch.finfo(white.dtype).eps * size
     is_jump = difference(first, last) > JUMPS.least_jump + rounding
     vanishes = torch.minimum(first.log_density, last.log_density).isinf() & (
         torch.maximum(first.log_density, last.log_density) < log_density - JUMPS.vanishing

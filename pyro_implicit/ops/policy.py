@@ -109,6 +109,9 @@ class JumpPolicy:
     #: Nats that are then a jump.
     least_jump: float = 0.05
 
+    #: Roundings of a coordinate that add up: those of a frame, of its inverse, and of halved steps.
+    num_roundings: float = 4.0
+
     #: Nats by which a density falls towards the end of its support if it vanishes there.
     vanishing: float = 5.0
 

@@ -28,6 +28,17 @@ def test_a_slope_is_no_jump(height):
     assert share == 0.0 if height == 0 else share > 0.02
 
 
+def test_rounding_of_positions_is_no_jump():
+    """In single precision, a slope of a million nats turns it into tenths of a nat."""
+    torch.manual_seed(0)
+    draws = torch.randn(500, 1, dtype=torch.float32)
+
+    def score(points):
+        return 1e3 * (1e3 * points).sin().squeeze(-1), 1e6 * (1e3 * points).cos()
+
+    assert jump_share(draws, score) == 0.0
+
+
 @pytest.mark.parametrize("outside", [0.0, torch.nan])
 @pytest.mark.parametrize(("shape", "jumps"), [(1.0, True), (3.0, False)])
 def test_the_end_of_a_support_is_a_jump_unless_the_density_vanishes(shape, jumps, outside):
