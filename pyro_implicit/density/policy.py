@@ -211,6 +211,12 @@ class SearchPolicy:
     #: Newton steps of a path; funnels need tens (posteriordb).
     max_iterations: int = 100
 
+    #: Newton steps in all below which ``fit`` and ``diagnose`` skip the search.
+    least_iterations: int = 10
+
+    #: Share of ``max_seconds`` that the search may take in ``fit`` and ``refine``.
+    time_share: float = 0.25
+
     #: Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4.
     max_gap: float = 10.0
 
@@ -235,6 +241,11 @@ class SearchPolicy:
 
     #: Nats between dropped and kept modes from which a warning about rounding is issued.
     rounding_gap: float = 1e4
+
+    @property
+    def most_iterations(self) -> int:
+        """Newton steps of a search in all, at most."""
+        return self.max_rounds * self.max_iterations
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.mode_search import seconds_of_climb
-from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.examination import (
     BAD_DRAWS,
@@ -313,7 +313,7 @@ def plan_effort(
     iterations: int | None = 0
     if can_search:
         iterations = int(share / iteration)
-        if iterations < EFFORT.least_iterations:
+        if iterations < SEARCH.least_iterations:
             iterations = 0
             spared.append("no search for modes")
         elif iterations >= EFFORT.usual_iterations:

@@ -184,9 +184,6 @@ class EffortPolicy:
     #: Transitions below which short HMC is skipped.
     least_transitions: int = 5
 
-    #: Newton iterations below which the search for modes is skipped.
-    least_iterations: int = 10
-
     #: Newton iterations that a search usually takes; it has no limit if they are affordable.
     usual_iterations: int = 40
 

@@ -20,7 +20,7 @@ from pyro_implicit.density.checks import MovingSupportError
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
-from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
 from pyro_implicit.density.scales import has_only_local_latents
 from pyro_implicit.density.tails import find_tails
 from pyro_implicit.density.target import Target
@@ -417,7 +417,7 @@ def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | Non
             budget = stages.policy.budget
             plan = make_plan(target, budget, stages.limit)
             iterations = 0 if target.sampled else plan.search_iterations
-            seconds = min(budget.search_seconds, stages.limit.left(budget.search_share))
+            seconds = min(budget.search_seconds, stages.limit.left(SEARCH.time_share))
             stages.declare_turns(middle_of_turns(target, iterations, seconds, phases))
             target = make_target()
         return target

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.pass_target import WholeTarget
-from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
@@ -96,7 +96,7 @@ def _is_too_slow(stages: Stages, pilot: Target) -> bool:
     """Return whether the search would exceed the budget of a search."""
     budget = stages.policy.budget
     with suppress(Exception):  # of a model at its initial point; the search has other points
-        return budget.least_iterations * seconds_of_climb(pilot) > budget.search_seconds
+        return SEARCH.least_iterations * seconds_of_climb(pilot) > budget.search_seconds
     return False
 
 

@@ -107,7 +107,7 @@ def _within_budget(
     choice = replace(policy.choice, num_weighed=min(policy.choice.num_weighed, weighed))
     correction = replace(policy.correction, num_weighed=min(policy.correction.num_weighed, weighed))
     chains = chains_within(lambda number: number * score, budget)
-    plan = Plan(budget.most_iterations, chains, max(1, min(SEARCH.num_starts, starts)))
+    plan = Plan(SEARCH.most_iterations, chains, max(1, min(SEARCH.num_starts, starts)))
     schedule = policy.schedule
     if budget.least_steps * policy.training.few_particles * score > budget.training_seconds:
         schedule = replace(schedule, max_gap=math.inf)  # a training is too expensive

@@ -51,7 +51,7 @@ def pilot_modes(pilot: Target, stages: Stages, policy: PassPolicy) -> Modes:
     :param pilot: the posterior of the first minibatches. It may be scaled to all data.
     """
     # Several processes have different clocks, so their search has no time limit.
-    left = stages.limit.left(stages.policy.budget.search_share)
+    left = stages.limit.left(SEARCH.time_share)
     return find_modes(
         pilot,
         num_starts=policy.num_starts,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyro_implicit.density.policy import GROUPS, MAX_DENSE_DIM, SEARCH, MarginalPolicy
-from pyro_implicit.diagnostics.policy import EFFORT, Thresholds
-from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy, TemperingPolicy
+from pyro_implicit.density.policy import GROUPS, MAX_DENSE_DIM, MarginalPolicy
+from pyro_implicit.diagnostics.policy import Thresholds
+from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import (
     EVEN_EFFICIENCY,
@@ -135,15 +135,6 @@ class BudgetPolicy:
     #: Seconds: budget of the mode search.
     search_seconds: float = 20.0
 
-    #: Newton iterations of the search in all, at least; with fewer, the search is skipped.
-    least_iterations: int = EFFORT.least_iterations
-
-    #: Newton iterations in all, at most, as by the defaults of ``find_modes``.
-    most_iterations: int = SEARCH.max_rounds * SEARCH.max_iterations
-
-    #: Share of ``max_seconds`` that the search may take.
-    search_share: float = TemperingPolicy.search_share
-
     #: Share of the remaining ``max_seconds`` that the importance weights of a guide may take.
     weighing_share: float = 0.2
 
@@ -180,10 +171,6 @@ class BudgetPolicy:
 
     #: Gradients per chain that most posteriordb models need; with fewer, chains are halved again.
     usual_gradients: int = 1200
-
-    #: Share of the cost of a gradient at which halving the chains ends, as in
-    #: :func:`~pyro_implicit.mcmc.refine`.
-    worthwhile: float = ChainPolicy.worthwhile
 
     #: Modes of the search up to which they are weighed; five exchangeable parts have 120. More are
     #: those of many independent choices, of which a search sees few: 12 pairs of modes have 4,096.

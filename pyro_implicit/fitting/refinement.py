@@ -124,7 +124,7 @@ def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> Chai
     while num_chains > budget.least_chains:
         if num_chains <= budget.usual_chains and gradients >= budget.usual_gradients:
             break
-        if seconds(num_chains // 2) > budget.worthwhile * seconds(num_chains):
+        if seconds(num_chains // 2) > CHAINS.worthwhile * seconds(num_chains):
             break
         num_chains //= 2
         gradients = affordable_gradients(num_chains)
@@ -143,15 +143,14 @@ def make_plan(
         if target.latent_dim > MAX_DENSE_DIM:
             return Plan(0, chains)
         climb = seconds_of_climb(target)
-        affordable = int(budget.search_seconds / climb)
+        iterations = int(budget.search_seconds / climb)
     except Exception:  # an error of the model at its initial point: the search has other points
         chains = ChainPlan(budget.most_chains, budget.most_gradients)
-        return Plan(budget.most_iterations, chains)
-    iterations = min(budget.most_iterations, affordable)
-    if iterations < budget.least_iterations:
+        return Plan(SEARCH.most_iterations, chains)
+    if iterations < SEARCH.least_iterations:
         return Plan(0, chains)
-    left = limit.left(budget.search_share)  # fewer paths, so that they can be climbed in time
-    starts = SEARCH.num_starts * left / (climb * budget.least_iterations)
+    left = limit.left(SEARCH.time_share)  # fewer paths, so that they can be climbed in time
+    starts = SEARCH.num_starts * left / (climb * SEARCH.least_iterations)
     return Plan(iterations, chains, max(1, math.floor(min(SEARCH.num_starts, starts))))
 
 

@@ -374,7 +374,6 @@ class Stages:
         :param num_starts: the number of paths in each round.
         :param all_copies: whether to keep all modes that symmetries map to each other.
         """
-        budget = self.policy.budget
         with self.result.stage("search") as line:
             symmetries = None if all_copies else find_symmetries(target, self.limit.left())
             modes = find_modes(
@@ -385,9 +384,9 @@ class Stages:
                     2, min(SEARCH.max_rounds, 2 * num_iterations // SEARCH.max_iterations)
                 ),
                 max_iterations=max(
-                    budget.least_iterations, min(SEARCH.max_iterations, num_iterations)
+                    SEARCH.least_iterations, min(SEARCH.max_iterations, num_iterations)
                 ),
-                max_seconds=self.limit.left(budget.search_share),
+                max_seconds=self.limit.left(SEARCH.time_share),
                 symmetries=symmetries,
             )
             if symmetries:

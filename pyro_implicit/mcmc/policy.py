@@ -523,9 +523,6 @@ class TemperingPolicy:
     #: Particles for each chain, at most, if there are few chains because gradients are expensive.
     per_chain: int = 2
 
-    #: Share of ``max_seconds`` that the search for modes may take.
-    search_share: float = 0.25
-
     #: Draws of the guide from which the search for modes starts, besides those of the prior.
     num_starts: int = 32
 

@@ -20,7 +20,7 @@ from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import is_rounding
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import MAX_DENSE_DIM, SYMMETRY
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.workers import current_workers, workers
@@ -225,7 +225,7 @@ def refine(
         _call_once(sampler)
         if not target.sampled:
             starts = sampler.draw(policy.tempering.num_starts)
-            seconds = limit.left(policy.tempering.search_share)
+            seconds = limit.left(SEARCH.time_share)
             modes = find_modes(target, starts=starts, max_seconds=seconds)
     with watching(progress, callbacks), workers(num_workers), single_thread(target.is_small):
         if adapts_number:
@@ -317,7 +317,7 @@ def _anneal_near(plan: ChainSetup, points: Tensor) -> Refined | None:
         if not target.widen(starts):
             return None
         return _run_chains(plan, Checkpoint())
-    modes = find_modes(target, starts=starts, max_seconds=plan.limit.left(settings.search_share))
+    modes = find_modes(target, starts=starts, max_seconds=plan.limit.left(SEARCH.time_share))
     factor = max(1, settings.num_chains // plan.num_chains)
     more = replace(
         plan, num_chains=factor * plan.num_chains, max_gradients=plan.max_gradients // factor
