@@ -18,6 +18,7 @@ __all__ = [
     "GROUPS",
     "MARGINAL",
     "MAX_DENSE_DIM",
+    "PILOT",
     "ROUNDING",
     "RUNS",
     "SEARCH",
@@ -329,7 +330,10 @@ class PilotPolicy:
     #: fewest that can disagree. The data must have at least so many times the pilot's rows.
     num_parts: int = 2
 
-    #: Nats by which the rise of the log-density may differ between the divisions of the rows.
+    #: Nats by which the rise of the log-density over one unit, or over one standard deviation of
+    #: each latent variable, may differ between divisions of the rows, or between two passes over
+    #: minibatches: other rows, or randomness of the model. It shifts the posterior by as many
+    #: standard deviations.
     max_noise: float = 0.05
 
     #: Further last bits of the log-density, if the model can only run in single precision.

@@ -49,7 +49,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.jumps import jump_share
-from pyro_implicit.ops.policy import JUMPS
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, JUMPS
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.progress import steps_of
 
@@ -244,7 +244,7 @@ def _importance(
     if found.bound is None:
         return None
     number = len(found.points)
-    is_even = found.bound.effective_sample_size >= policy.even_weights * number
+    is_even = found.bound.effective_sample_size >= EVEN_EFFICIENCY * number
     if not (is_even or found.bound.khat <= policy.khat.distrust):
         return None
     seen = whitened.first(number)

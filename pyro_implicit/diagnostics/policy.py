@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
-from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
+from pyro_implicit.ops.policy import FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
 __all__ = [
     "CALIBRATION",
@@ -231,9 +231,6 @@ class VerdictPolicy:
     #: normal data whose mean moved by 0 to 1.5 of their sds have at most 0.1 %, and errors up to
     #: 0.07 sd; by 2, 6 to 20 % and 0.3 sd; by 5, all and 3 sd.
     extrapolated: Thresholds = Thresholds(0.01, 0.25)
-
-    #: Effective sample size per draw from which k-hat is ignored.
-    even_weights: float = EVEN_EFFICIENCY
 
     #: Effective sample size per draw from which the kernel test is ignored.
     good_weights: float = 0.9

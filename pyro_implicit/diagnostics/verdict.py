@@ -24,6 +24,7 @@ from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.ops.importance_weights import describe_weights
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY
 from pyro_implicit.runtime.messages import Printed, Table
 
 __all__ = [
@@ -341,7 +342,7 @@ def _unusable_draws(found: Diagnosis) -> Iterator[Finding]:
 
 def _uneven_weights(found: Diagnosis) -> Iterator[Finding]:
     policy = found.policy
-    if found.bound is None or found.judged or found.efficiency >= policy.even_weights:
+    if found.bound is None or found.judged or found.efficiency >= EVEN_EFFICIENCY:
         return
     reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
     # If weights are even, a heavy tail has little mass.

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.pass_target import RowsTarget
+from pyro_implicit.density.policy import GROUPS, PILOT
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import frame_of_draws
 from pyro_implicit.fitting.parameters import model_parameters
@@ -83,9 +84,9 @@ def _search(stages: Stages, target: Target) -> _Search | None:
         line.outcome = f"{count_modes(modes)} of {pilot.num_units} rows"
         candidates: list[Batches] = [parts or stream]
         if parts and num_processes() == 1:  # an error of one process would stop the others
-            candidates.insert(0, _joined(parts, policy.joined_rows))
+            candidates.insert(0, _joined(parts))
         points = torch.stack([modes.loc[0], modes.loc[0] + modes.scale_tril[0].sum(-1)])
-        whole, noise = _first_sound(rows, stream, candidates, points, policy.max_noise)
+        whole, noise = _first_sound(rows, stream, candidates, points)
         is_slow = whole is not None and _is_too_slow(whole, points, stages)
         if whole is not None and not is_slow:
             return _Search(pilot, modes, whole)
@@ -204,11 +205,11 @@ def _first_rows(target: RowsTarget, policy: MinibatchPolicy) -> list[tuple]:
     return [few] if is_sound else found
 
 
-def _joined(batches: list[tuple], number: int) -> list[tuple]:
+def _joined(batches: list[tuple]) -> list[tuple]:
     """Join small minibatches to larger ones; their densities have to be compared."""
     groups: list[list[tuple]] = []
     for batch in batches:
-        if not groups or sum(map(_num_rows, groups[-1])) >= number:
+        if not groups or sum(map(_num_rows, groups[-1])) >= GROUPS.rows_of_run:
             groups.append([])
         groups[-1].append(batch)
     return [_join(group) for group in groups]
@@ -229,11 +230,7 @@ def _join(batches: list[tuple]) -> tuple:
 
 
 def _first_sound(
-    target: RowsTarget,
-    stream: OnePass,
-    candidates: list[Batches],
-    points: Tensor,
-    max_noise: float,
+    target: RowsTarget, stream: OnePass, candidates: list[Batches], points: Tensor
 ) -> tuple[RowsTarget | None, float]:
     """Return the log-density of the first candidate that another pass confirms, if any does, and
     the difference of the passes in nats.
@@ -253,6 +250,6 @@ def _first_sound(
         with suppress(*IMPOSSIBLE):
             value, found = rise(batches)
             noise = abs(value - expected)
-            if noise <= max_noise:
+            if noise <= PILOT.max_noise:
                 return found, noise
     return None, noise

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyro_implicit.density.policy import GROUPS, MAX_DENSE_DIM, MarginalPolicy
+from pyro_implicit.density.policy import MAX_DENSE_DIM, MarginalPolicy
 from pyro_implicit.diagnostics.policy import Thresholds
 from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.ops import LogWeights
@@ -437,11 +437,9 @@ class CorrectionPolicy:
     num_counted: int = 100
 
     #: Pareto k-hat below which weights are used; Vehtari et al. (2024), Pareto smoothed importance
-    #: sampling, section 3: the variance of the weights is finite.
+    #: sampling, section 3: the variance of the weights is finite. Above an effective sample size of
+    #: ``near`` it is ``RELIABLE_KHAT``: the tail has little mass.
     max_khat: float = FINITE_VARIANCE_KHAT
-
-    #: The same if the effective sample size exceeds ``near``: the tail has little mass; section 3.
-    max_khat_of_near: float = RELIABLE_KHAT
 
     #: Effective sample size, as a share of the draws, above which weights are used: twice the draws
     #: then have the errors of exact ones.
@@ -491,7 +489,7 @@ class CorrectionPolicy:
         :param efficiency: effective sample size of the accepted weights, as a share.
         """
         agrees = weights.efficiency >= self.agrees * self.usual_share * efficiency
-        return self.accepts(weights) or (agrees and weights.khat < self.max_khat_of_near)
+        return self.accepts(weights) or (agrees and weights.khat < RELIABLE_KHAT)
 
     def accepts(self, weights: LogWeights) -> bool:
         """Return whether draws can be resampled by these weights.
@@ -503,7 +501,7 @@ class CorrectionPolicy:
         if self.are_even(weights) or weights.efficiency <= self.least_efficiency:
             return self.are_even(weights)
         share = (weights.efficiency - self.least_efficiency) / (self.near - self.least_efficiency)
-        rise = self.max_khat_of_near - self.max_khat
+        rise = RELIABLE_KHAT - self.max_khat
         return weights.khat < self.max_khat + min(1.0, share) * rise
 
     def are_even(self, weights: LogWeights) -> bool:
@@ -512,7 +510,7 @@ class CorrectionPolicy:
         :param weights: log-weights of the guide's draws.
         """
         return weights.efficiency > self.even or (
-            weights.efficiency > self.near and weights.khat < self.max_khat_of_near
+            weights.efficiency > self.near and weights.khat < RELIABLE_KHAT
         )
 
 
@@ -553,10 +551,6 @@ class UpdatePolicy:
 
     #: Draws of the new posterior that are compared with those of the earlier one.
     num_checked: int = 5000
-
-    #: Effective sample size of the weights of the earlier density over the prior, as a share, from
-    #: which new draws stay as they are.
-    even: float = EVEN_EFFICIENCY
 
     #: Times that the prior may move to new draws that lie beyond the earlier ones. Data whose mean
     #: has moved by five standard deviations needed two.
@@ -646,8 +640,8 @@ class PassPolicy:
 
 
 @dataclass(frozen=True)
-class MinibatchPolicy(PassPolicy):
-    """Fits of all rows that come in minibatches, with at most 100 latent variables."""
+class RowsPolicy(PassPolicy):
+    """Fits of all rows, with at most 100 latent variables."""
 
     #: Paths of the first search: of two equal modes, one is missed in 1 of 8 million cases.
     num_starts: int = 24
@@ -656,15 +650,13 @@ class MinibatchPolicy(PassPolicy):
     num_pilot: int = 2000
     pilot_per_dim: int = 50
 
-    #: Bytes of minibatches, at most, that are read once and stay in memory, and rows to which
-    #: small ones are joined.
-    most_bytes: int = 2**30
-    joined_rows: int = GROUPS.rows_of_run
 
-    #: Nats by which two passes may differ, in the rise of the log-density over one standard
-    #: deviation of each latent variable: other rows, or randomness of the model. They shift the
-    #: posterior by as many standard deviations.
-    max_noise: float = 0.05
+@dataclass(frozen=True)
+class MinibatchPolicy(RowsPolicy):
+    """Fits of all rows that come in minibatches, with at most 100 latent variables."""
+
+    #: Bytes of minibatches, at most, that are read once and stay in memory.
+    most_bytes: int = 2**30
 
     #: Passes, at least, for which there must be time; else a guide is trained by minibatches.
     least_passes: int = 10
@@ -674,21 +666,14 @@ class MinibatchPolicy(PassPolicy):
 
 
 @dataclass(frozen=True)
-class ManyRowsPolicy(PassPolicy):
+class ManyRowsPolicy(RowsPolicy):
     """Fits of all data that have many rows, with at most 100 latent variables."""
 
     #: Rows from which the search begins with a part of them.
     least_rows: int = 1000
 
-    #: Paths of the search, as many as for minibatches.
-    num_starts: int = MinibatchPolicy.num_starts
-
-    #: Rows of the search, at least, and for each latent variable.
-    num_pilot: int = MinibatchPolicy.num_pilot
-    pilot_per_dim: int = MinibatchPolicy.pilot_per_dim
-
-    #: Rows of the data for each row of the search, at least, which limits the two numbers above: a
-    #: search of more than a third of the rows would save little. ``find_pilot`` needs two.
+    #: Rows of the data for each row of the search, at least, which limits ``num_pilot``: a search
+    #: of more than a third of the rows would save little. ``find_pilot`` needs two.
     least_ratio: int = 3
 
     #: Ratio of standard deviations by some and by all rows, in any direction, beyond which a few

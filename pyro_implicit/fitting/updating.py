@@ -31,6 +31,7 @@ from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY
 from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
@@ -507,7 +508,7 @@ def fit_update(
         result.coarse = lost
         warn_user(f"{coarse_prior(str(weights))}. Cure: {TOGETHER}")
     if weights is not None and not lost and options["amortize"] is None:
-        if weights.efficiency < policy.even:
+        if weights.efficiency < EVEN_EFFICIENCY:
             with seeded(seed), result.stage("weigh") as line:
                 line.outcome = f"draws by the earlier density over the prior: {weights}"
                 _weigh(result, draws, weights, policy.num_checked)
