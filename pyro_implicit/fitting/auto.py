@@ -68,6 +68,7 @@ from pyro_implicit.fitting.training import default_loss
 from pyro_implicit.fitting.turns import find_phases, middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.guides.policy import MINIBATCH_INIT_SCALE
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
@@ -619,13 +620,12 @@ def _fit_batches(
         return stages.train_alone("guide", guide, loss, time_share)
     if _is_ensemble(stages, target):
         return train_by_minibatches(stages, time_share)
-    scale = policy.minibatch_init_scale
     if not is_wide:
         if fit_by_passes(stages, target, refine):
             return stages.result
-        return _train_semi_implicit_alone(stages, scale, particles, time_share)
+        return _train_semi_implicit_alone(stages, MINIBATCH_INIT_SCALE, particles, time_share)
     start = between(target, stages.policy.start)
-    guide = mean_field_guide(stages.model, target, start, init_scale=scale)
+    guide = mean_field_guide(stages.model, target, start, init_scale=MINIBATCH_INIT_SCALE)
     loss = ImplicitELBO(particles, nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss, time_share)
 
@@ -673,14 +673,13 @@ def _refine_batches(stages: Stages) -> Fit:
 
 def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
     everything, policy = (*stages.args, *stages.first_batch), stages.policy.training
-    scale = policy.minibatch_init_scale
 
     def rest(hidden: Callable[..., Any]) -> AutoGuide:
         nodes = trace_model(hidden, everything, stages.kwargs).iter_stochastic_nodes()
         latents = [site for _, site in nodes if not site_is_subsample(site)]
         if sum(site["value"].numel() for site in latents) <= MAX_DENSE_DIM:
-            return AutoSemiImplicit(hidden, frame=None, init_scale=scale)
-        return AutoNormal(hidden, init_scale=scale)
+            return AutoSemiImplicit(hidden, frame=None, init_scale=MINIBATCH_INIT_SCALE)
+        return AutoNormal(hidden, init_scale=MINIBATCH_INIT_SCALE)
 
     assert amortize != "conditional"
     guide = own_names(AutoAmortized(stages.model, amortize, rest))

@@ -211,9 +211,6 @@ class TrainingPolicy:
     #: Initial standard deviation of a guide of many latent variables, for all data.
     init_scale: float = 0.01
 
-    #: The same for minibatches, whose gradients are noisy.
-    minibatch_init_scale: float = 0.05
-
     #: Effective sample size of a Gaussian's importance weights, as a share, from which a guide that
     #: begins there needs tens of steps; with less it needs hundreds.
     near_efficiency: float = 0.1
@@ -364,10 +361,7 @@ class StartPolicy:
     #: start at which draws around it and the first step from it are.
     max_fall: float = 10.0
 
-    #: Initial standard deviation of a mean field, at most, as in Pyro's ``AutoNormal``.
-    scale: float = 0.1
-
-    #: Factors on that scale and on the learning rate, the first acceptable one is taken.
+    #: Factors on ``INIT_SCALE`` and on the learning rate, the first acceptable one is taken.
     factors: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003)
 
     #: Draws by which the scale is judged.

@@ -13,6 +13,7 @@ from pyro_implicit.density.checks.numerics import finite_log_prob
 from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.policy import DEFAULT, StartPolicy
+from pyro_implicit.guides.policy import INIT_SCALE
 from pyro_implicit.nn import start_values
 
 __all__ = ["best_of_race", "between", "first_scales"]
@@ -65,7 +66,7 @@ def first_scales(
                 break
         return factor * largest
 
-    return first(policy.scale, noise), first(lr, step)
+    return first(INIT_SCALE, noise), first(lr, step)
 
 
 def best_of_race(

@@ -27,9 +27,9 @@ from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.local_sites import LocalSite, find_local_sites
 from pyro_implicit.guides.policy import (
     AMORTIZED_CONDITIONAL_SCALE,
-    AMORTIZED_INIT_SCALE,
     AMORTIZED_WIDTH,
     LEAST_SCALE,
+    MINIBATCH_INIT_SCALE,
 )
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.messages import refuse_counts
@@ -115,7 +115,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         if others and make_rest is not None:
             self.rest = make_rest(hidden)
         elif others:
-            self.rest = AutoSemiImplicit(hidden, frame=None, init_scale=AMORTIZED_INIT_SCALE)
+            self.rest = AutoSemiImplicit(hidden, frame=None, init_scale=MINIBATCH_INIT_SCALE)
         else:
             self.rest = None
         for site in sites:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 __all__ = [
     "AMORTIZED_CONDITIONAL_SCALE",
-    "AMORTIZED_INIT_SCALE",
     "AMORTIZED_WIDTH",
     "FRAME",
     "INIT_SCALE",
     "INIT_SPREAD",
     "LEAST_SCALE",
     "MAX_NOISE_DIM",
+    "MINIBATCH_INIT_SCALE",
     "NOISE_SCALE",
     "ROUNDING",
     "FrameSearchPolicy",
@@ -58,8 +58,9 @@ NOISE_SCALE = 0.02
 #: Largest default noise dimension: a LIVI step with an exact log-determinant takes seconds on a CPU
 #: beyond it.
 MAX_NOISE_DIM = 200
-#: Initial standard deviation of the global latents of an amortised guide, in unconstrained space.
-AMORTIZED_INIT_SCALE = 0.05
+#: Initial standard deviation of (global) latents if minibatches train a guide, whose gradients are
+#: noisy; in unconstrained space.
+MINIBATCH_INIT_SCALE = 0.05
 #: Conditional standard deviation of implicit local sites, relative to their initial unit scale.
 AMORTIZED_CONDITIONAL_SCALE = 0.05
 #: Units in each of the two hidden layers of the default encoders.
