@@ -550,9 +550,6 @@ class UpdatePolicy:
     #: has moved by five standard deviations needed two.
     num_moves: int = 4
 
-    #: Share of the draws that is held out.
-    held_out: float = 1 / TeachPolicy.held_out_part
-
     #: Points at which the log-density is matched.
     num_matched: int = 8000
 
@@ -780,12 +777,11 @@ class SimulatorPolicy:
     #: Simulations of each step.
     batch_size: int = 256
 
-    #: Share of the simulations by which a training ends.
-    held_out_share: float = NetworkPolicy.held_out_share
-
-    #: Steps between two scores of these, scores without a gain until the end, and the norm of
-    #: clipped gradients.
-    training: TeachPolicy = field(default_factory=lambda: TeachPolicy(every=100, patience=10))
+    #: Held-out part of the simulations, steps between two scores of it, scores without a gain until
+    #: the end, and the norm of clipped gradients.
+    training: TeachPolicy = field(
+        default_factory=lambda: TeachPolicy(held_out_part=10, every=100, patience=10)
+    )
 
     #: Finite simulations, at least.
     least_simulations: int = 100

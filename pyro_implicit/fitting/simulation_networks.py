@@ -135,7 +135,7 @@ def train_network(
 ) -> float:
     """Maximise an objective on a random part of the pairs; return that of the held-out part."""
     order = torch.randperm(len(pairs.data), device=pairs.data.device)
-    held, rows = order.tensor_split([round(policy.held_out_share * len(order))])
+    held, rows = order.tensor_split([round(len(order) / policy.training.held_out_part)])
 
     @torch.no_grad()
     def score() -> float:

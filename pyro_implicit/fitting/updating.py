@@ -30,6 +30,7 @@ from pyro_implicit.diagnostics.verdict import JOINTLY, TOGETHER, coarse_prior, f
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.mcmc.policy import TEACHING
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY
 from pyro_implicit.ops.quadrature import NormalRule
@@ -546,7 +547,7 @@ def normal_mixture(
             f"{2 * (dim + 1)} draws"
         )
     points = points[torch.randperm(len(points), device=points.device)]
-    held_out, learnt = points.tensor_split([math.ceil(policy.held_out * len(points))])
+    held_out, learnt = points.tensor_split([-(-len(points) // TEACHING.held_out_part)])
     best = _most_likely(learnt, 1)
     if log_prob is not None:
         best, rest = _matched(best, points, log_prob, policy)
