@@ -404,12 +404,6 @@ class ChoicePolicy:
     #: Nats from guide to posterior below which a guide needs neither another candidate nor chains.
     near: float = 0.01
 
-    #: Nats between a LIVI loss and its bound above which the generator folds; two folds are log 2.
-    folded: float = 0.5
-
-    #: Last steps of a training whose mean loss is compared with the bound.
-    num_last: int = 100
-
     #: Share of the posterior mass of a mode that a candidate must not leave out.
     least_mass: float = 0.01
 

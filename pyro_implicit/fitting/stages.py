@@ -24,6 +24,7 @@ from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import confirmed, find_symmetries
 from pyro_implicit.density.tails import Tails, with_short_tails
 from pyro_implicit.density.target import Target
+from pyro_implicit.diagnostics.policy import VERDICT
 from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
@@ -731,8 +732,9 @@ def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> No
             found = weigh(name, target, guide, losses, policy=policy)
             line.outcome = stages.add(found)
             # LIVI counts the entropy of a generator that covers one place twice as larger.
-            promised = -torch.tensor(losses[-policy.num_last :]).nanmean().item() - found.bound
-            if not promised < policy.folded:
+            last = losses[-stages.policy.schedule.window :]
+            promised = -torch.tensor(last).nanmean().item() - found.bound
+            if not promised < VERDICT.gap:  # two folds are log 2
                 line.outcome += f", {promised:.1f} below its loss: the generator folds"
                 continue
         return
