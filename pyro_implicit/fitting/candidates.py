@@ -564,11 +564,9 @@ def reliability(
     found = exact_log_weights(target, guide, policy.num_weighed)[1]
     if not policy.accepts(found):
         return found
-    seconds = seconds_near(target.log_prob, target.init_loc, not target.is_vectorized)(
-        policy.num_counted
-    )
-    affordable = int(policy.seconds * policy.num_counted / seconds)
-    number = min(policy.num_weighed_again, affordable)
+    most = policy.num_weighed_again
+    seconds = seconds_near(target.log_prob, target.init_loc, not target.is_vectorized)(most)
+    number = min(most, int(policy.seconds * most / seconds))
     if number <= policy.num_weighed:
         return found
     more = exact_log_weights(target, guide, number, wide=policy)[1]

@@ -421,9 +421,6 @@ class CorrectionPolicy:
     #: Seconds: budget of the second judgement.
     seconds: float = 3.0
 
-    #: Points at which one evaluation is counted for that budget.
-    num_counted: int = 100
-
     #: Pareto k-hat below which weights are used; Vehtari et al. (2024), Pareto smoothed importance
     #: sampling, section 3: the variance of the weights is finite. Above an effective sample size of
     #: ``near`` it is ``RELIABLE_KHAT``: the tail has little mass.

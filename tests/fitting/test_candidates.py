@@ -77,7 +77,7 @@ def test_few_draws_are_evaluated_together(monkeypatch):
     density, guide, sizes = spied(monkeypatch)
     monkeypatch.setattr(candidates, "DRAWS_AT_ONCE", 20)
     weigh("start", density, guide)
-    policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20)
+    policy = CorrectionPolicy(50, num_weighed_again=60)
     reliability(guide, density, policy)
     corrected_draws(guide, density, 10, 0.5, policy)
     assert max(sizes) == 20 and sum(sizes) > 2_000
