@@ -240,9 +240,7 @@ class Groups:
             log_prob = torch.where(is_up, new[0], log_prob)
             score = torch.where(is_up[..., None], new[1], score)
             hessian = torch.where(is_up[..., None, None], new[2], hessian)
-            length = torch.where(
-                is_up, (GROUPS.longer * length).clamp(max=1.0), GROUPS.shorter * length
-            )
+            length = torch.where(is_up, (2 * length).clamp(max=1.0), length / 4)
         # Eigenvectors would change their signs from point to point, and random nodes with them.
         return Conditional(point, lower_factor(root_of_inverse(hessian)[0]))
 

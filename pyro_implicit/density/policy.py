@@ -355,11 +355,6 @@ class GroupPolicy:
     #: Length of the longest Newton step, in conditional standard deviations of its start.
     longest_step: float = 20.0
 
-    #: Factors on the length of later steps after a step that lowered the density, and after one
-    #: that did not.
-    shorter: float = 0.25
-    longer: float = 2.0
-
     #: Nodes in each dimension of a first quadrature, before their number is chosen.
     num_nodes: int = 9
 
