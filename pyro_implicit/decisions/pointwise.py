@@ -14,8 +14,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import trace_model
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.runtime.messages import short_repr, warn_user
@@ -155,8 +155,8 @@ class Pointwise:
         flat = {name: value.flatten(0, 1) for name, value in draws.items()}
         sites, parts = observed_sites(target, flat), []
         _warn_of_factors(target, flat)
-        for start in range(0, lead.numel(), DECISIONS.draws_at_once):
-            some = {k: value[start : start + DECISIONS.draws_at_once] for k, value in flat.items()}
+        for start in range(0, lead.numel(), RUNS.draws_at_once):
+            some = {k: value[start : start + RUNS.draws_at_once] for k, value in flat.items()}
             part = observation_columns(target.log_likelihood(some, list(sites), scaled), sites)
             parts.append(part if places is None else part[:, places])
         values = torch.cat(parts)

@@ -15,14 +15,9 @@ class DecisionPolicy:
     #: Draws of a posterior at which log-likelihoods are computed, about; a limit of time.
     num_draws: int = 4000
 
-    #: The same for chains and resampled draws of models that run vectorised, if memory allows.
+    #: The same for chains and resampled draws of models that run vectorised, if all
+    #: log-likelihoods are at most ``MAX_ENTRIES``.
     most_draws: int = 20_000
-
-    #: Log-likelihoods of all draws and observations, at most, beyond ``num_draws``; bounds memory.
-    max_numbers: int = 10**7
-
-    #: Draws whose log-likelihoods are computed at once, of all observations; a limit of memory.
-    draws_at_once: int = 100
 
     #: Draws for the surrogate of subsampled LOO: the mean density of all observations.
     surrogate_draws: int = 32
@@ -58,9 +53,6 @@ class DecisionPolicy:
     max_log2_exponent: float = 0.32
     num_exponents: int = 9
 
-    #: Draws at which priors are compared, to tell whether they depend on other sites.
-    compared_draws: int = 8
-
     #: Data sets of a predictive check.
     num_replicas: int = 1000
 
@@ -76,9 +68,8 @@ class DecisionPolicy:
     #: which they are named: twice the share that chance alone puts there.
     max_outside: float = 0.1
 
-    #: Replicated densities in a picture, and bins of its histogram.
+    #: Replicated densities in a picture.
     num_curves: int = 40
-    num_bins: int = 30
 
 
 DECISIONS = DecisionPolicy()

@@ -198,7 +198,7 @@ def power_scaling(
 
 def _top_level(target: Target, draws: Mapping[str, Tensor]) -> list[str]:
     """Return the latent sites whose prior depends on no other site, outside of plates of data."""
-    some = {name: value[: DECISIONS.compared_draws] for name, value in draws.items()}
+    some = {name: value[: RUNS.num_compared_runs] for name, value in draws.items()}
     fixed = {name: value[0] for name, value in some.items()}
 
     def of_fixed(trace: Trace) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from pyro_implicit.decisions.pointwise import (
 )
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.target import Target
+from pyro_implicit.diagnostics.policy import REPORT
 from pyro_implicit.export import as_datatree, as_inferencedata, model_groups, quiet_arviz
 from pyro_implicit.runtime.messages import Printed, Table, refuse_no_probability, short_repr
 
@@ -183,7 +184,7 @@ class PredictiveCheck(Printed):
             _draw(pit, site.pit_ecdf, "-")
             pit.set(xlabel="PIT", ylabel="ECDF - uniform")
             label, first = next(iter(site.statistics.items()))
-            statistic.hist(first.replicated, bins=DECISIONS.num_bins, color="0.8")
+            statistic.hist(first.replicated, bins=REPORT.num_bins, color="0.8")
             statistic.axvline(first.observed, color="C1")
             statistic.set(xlabel=f"{label} of {name}", yticks=[])
         if path is not None:

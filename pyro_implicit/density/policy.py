@@ -57,7 +57,7 @@ class RunPolicy:
     num_compared_runs: int = 8
 
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
-    draws_at_once: int = 250
+    draws_at_once: int = 100
 
     #: Points, at most, that are run one by one to find the sites to blame for an error.
     num_blamed: int = 20

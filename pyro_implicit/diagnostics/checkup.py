@@ -38,6 +38,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.infer.policy import BOUNDS
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.progress import announce, watching
@@ -276,9 +277,7 @@ def plan_effort(
     :param num_chains: the largest number of HMC chains.
     :param weight: seconds that the guide's density at one draw takes.
     """
-    extra = max(
-        0, min(EFFORT.num_scores, EFFORT.max_numbers // (num_samples * target.latent_dim) - 1)
-    )
+    extra = max(0, min(EFFORT.num_scores, MAX_ENTRIES // (num_samples * target.latent_dim) - 1))
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
     try:
         point = target.init_loc

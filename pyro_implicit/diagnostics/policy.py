@@ -172,9 +172,6 @@ class EffortPolicy:
     #: Scores for each weighed draw, besides its own, of guides that draw in parallel.
     num_scores: int = 4
 
-    #: Numbers of all draws that are scored; bounds memory.
-    max_numbers: int = 10**7
-
     #: Draws at a time that are weighed, as a part of ``chunk_size``: a weight takes more memory.
     weighed_part: int = 5
 

@@ -36,7 +36,7 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.infer import EvidenceBound, evidence_bound
 from pyro_implicit.ops.importance_weights import pareto_smoothed
 from pyro_implicit.ops.log_space import log_mean_exp
-from pyro_implicit.ops.policy import RELIABLE_KHAT
+from pyro_implicit.ops.policy import MAX_ENTRIES, RELIABLE_KHAT
 from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.messages import (
     Printed,
@@ -304,7 +304,7 @@ def pointwise_of(name: str, result: Fit) -> Pointwise:
             if is_cheap and target.is_vectorized:
                 sites = observed_sites(target, {name: value[0] for name, value in few.items()})
                 size = sum(int(site.used.sum()) for site in sites.values())
-                number = max(number, min(DECISIONS.most_draws, DECISIONS.max_numbers // size))
+                number = max(number, min(DECISIONS.most_draws, MAX_ENTRIES // size))
             return Pointwise.of(target, result.draws_by_chain(number))
     except (TypeError, ValueError) as error:
         raise type(error)(f"model '{name}': {error}") from error
