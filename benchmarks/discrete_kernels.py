@@ -99,13 +99,12 @@ def sweep(problem: Problem) -> Advance:
     flags = torch.ones(problem.number)
     elements = Elements(0 * flags, flags, flags.bool() & False)
     x = torch.bernoulli(torch.full((NUM_CHAINS, problem.number), 0.5))
-    found = window_gibbs.dependence(x, problem.terms, elements, DEFAULT.window)
+    found = window_gibbs.dependence(x, problem.terms, elements)
     classes = window_gibbs.move_classes(found, elements, DEFAULT.window)
 
     def advance(x: Tensor) -> Tensor:
         state = window_gibbs.State(x, problem.terms(x))
-        args = classes, elements, flags, DEFAULT.window
-        return window_gibbs.step(state, problem.terms, *args)[0].values
+        return window_gibbs.step(state, problem.terms, classes, elements, flags)[0].values
 
     return advance
 

@@ -218,11 +218,11 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
     split = target.latent_dim - target.discrete_dim
     continuous, values = points[:, :split], points[:, split:]
     terms = terms_given(target.terms, continuous)
-    depends = dependence(values, terms, elements, limits)
+    depends = dependence(values, terms, elements)
     for reach in (limits.first_reach**0.5, limits.first_reach):
         # Small moves change nothing where the density is 0.
         far = (values + reach).minimum(elements.high)
-        depends |= dependence(values, terms, elements, limits, far)
+        depends |= dependence(values, terms, elements, far)
     owners = find_owners(depends)
     if owners is None:
         return None

@@ -16,6 +16,7 @@ from pyro_implicit.mcmc.kernels.step_choice import finite_gradient
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
 from pyro_implicit.ops.ensemble_hmc import Score
 from pyro_implicit.ops.matrices import geometric_mean
+from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import BatchStream
 
@@ -342,7 +343,7 @@ def minibatch_frame(
         draws = draws[draws.isfinite().all(-1)]
         if len(draws) >= limits.least_draws and bool((draws != draws[:1]).any(0).all()):
             return widened_frame(target, draws, stream, limits)
-    chunk = max(1, min(count, policy.langevin.max_values // dim))
+    chunk = max(1, min(count, MAX_ENTRIES // dim))
     moments = _Moments(dim, target.init_loc)
     points = None
     if given:

@@ -86,11 +86,11 @@ def possible_points(space: MixedSpace, points: Tensor, policy: ChainPolicy) -> T
             break
         # Moves of all sizes, as small ones change nothing where the density is 0.
         far = (values + (reach ** torch.rand_like(values)).round()).minimum(elements.high)
-        seen = window_gibbs.dependence(values, terms, elements, limits, far)
+        seen = window_gibbs.dependence(values, terms, elements, far)
         depends = seen if depends is None else depends | seen
         classes = window_gibbs.move_classes(depends, elements, limits)
         state = window_gibbs.State(values, found)
-        (values, _), _ = window_gibbs.step(state, terms, classes, elements, reach, limits)
+        (values, _), _ = window_gibbs.step(state, terms, classes, elements, reach)
     points = points.clone()
     points[is_lost] = torch.cat([continuous, values], -1)
     return points
@@ -165,7 +165,6 @@ class MixedChains(WindowedChains):
                 given[:, self._split :],
                 lambda values: self._terms(given, values),
                 self.elements,
-                limits,
             )
             self.depends = found if self.depends is None else self.depends | found
         self.classes = window_gibbs.move_classes(self.depends, self.elements, limits)
@@ -192,7 +191,6 @@ class MixedChains(WindowedChains):
                 self.classes,
                 self.elements,
                 self.reach,
-                self.policy.window,
             )
         expected = part.log_density + state.terms.sum(-1) - total
         continuous, values, evaluations = part.position, state.values, 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pyro_implicit.ops.policy import MAX_ENTRIES
-
 __all__ = [
     "DEFAULT",
     "INVERSION",
@@ -215,9 +213,6 @@ class WindowPolicy:
 
     #: Chains at which is found out which terms depend on which elements, after each window.
     num_probed: int = 4
-
-    #: Numbers that are computed at once; a limit of memory.
-    max_values: int = MAX_ENTRIES
 
     #: Nats by which a term of density 0 counts while starts are made possible.
     impossible: float = 1e4
@@ -647,9 +642,6 @@ class LangevinPolicy:
 
     #: Relaxation times after which the mean has forgotten the start.
     enough: float = 2.0
-
-    #: Numbers drawn or differentiated at once; a limit of memory.
-    max_values: int = 10**6
 
 
 @dataclass(frozen=True)

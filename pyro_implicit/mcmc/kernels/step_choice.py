@@ -130,13 +130,12 @@ def probe(scores: list[Score], position: Tensor, policy: ChainPolicy = DEFAULT) 
     """Measure curvature and gradient noise at the positions of some chains.
 
     :param scores: the score of each minibatch.
-    :param position: ``(num_chains, d)``; fewer chains count if d is large.
+    :param position: ``(num_chains, d)``, of which a few count.
     :param policy: the numbers of points and of iterations.
     :raises RuntimeError: if no gradient is finite there.
     """
     numbers = policy.langevin
-    count = min(policy.frame.num_points, numbers.max_values // position.shape[-1])
-    points = position[: max(1, count)]
+    points = position[: policy.frame.num_points]
     gradients = [finite_gradient(score) for score in scores]
     found = torch.stack([gradient(points) for gradient in gradients])
     finite = found.isfinite().all(-1).all(0)

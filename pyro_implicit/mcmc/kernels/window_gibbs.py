@@ -31,6 +31,7 @@ from torch import Tensor
 from pyro_implicit.density.discrete import Elements
 from pyro_implicit.mcmc.policy import WindowPolicy
 from pyro_implicit.ops.discrete_moves import choose_other, classes_of, windows
+from pyro_implicit.ops.policy import MAX_ENTRIES
 
 __all__ = ["MoveClass", "State", "dependence", "move_classes", "reach_of", "step", "terms_given"]
 
@@ -74,11 +75,7 @@ def terms_given(terms_at: Callable[[Tensor], Tensor], continuous: Tensor) -> Ter
 
 
 def dependence(
-    values: Tensor,
-    terms: Terms,
-    elements: Elements,
-    policy: WindowPolicy,
-    others: Tensor | None = None,
+    values: Tensor, terms: Terms, elements: Elements, others: Tensor | None = None
 ) -> Tensor:
     """Find which terms depend on which elements, by moving one element of a chain at a time.
 
@@ -93,7 +90,7 @@ def dependence(
     others = values.roll(1, 0) if others is None else others
     found = None
     before = terms(values)
-    size = max(1, policy.max_values // before.numel())
+    size = max(1, MAX_ENTRIES // before.numel())
     for some in torch.arange(values.shape[-1], device=values.device).split(size):
         moved = values.repeat(len(some), 1, 1)
         rows = torch.arange(len(some), device=values.device)
@@ -152,7 +149,6 @@ def step(
     classes: Sequence[MoveClass],
     elements: Elements,
     reach: Tensor,
-    policy: WindowPolicy,
 ) -> tuple[State, Tensor]:
     """Move all elements once.
 
@@ -171,7 +167,7 @@ def step(
         )
         if one.num_values == 1:
             continue
-        after = _evaluate(values, candidates[1:], some, terms, before, policy)
+        after = _evaluate(values, candidates[1:], some, terms, before)
         log_weights = _changes(before, after, one.owner, len(some))
         log_weights = log_weights.masked_fill(~is_possible[1:], -torch.inf)
         chosen, probability = choose_other(
@@ -192,10 +188,9 @@ def _evaluate(
     some: Tensor,
     terms: Terms,
     before: Tensor,
-    policy: WindowPolicy,
 ) -> Tensor:
     """Return the terms at each candidate, ``(num_candidates, num_chains, num_terms)``."""
-    size = max(1, policy.max_values // before.numel())
+    size = max(1, MAX_ENTRIES // before.numel())
     parts = []
     for part in candidates.split(size):
         moved = values.expand(len(part), *values.shape).index_copy(-1, some, part)

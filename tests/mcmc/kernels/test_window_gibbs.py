@@ -39,7 +39,7 @@ def exact() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_dependence_and_classes():
     values = torch.stack([torch.randint(int(size), (8,)) for size in SIZES], -1).double()
-    found = window_gibbs.dependence(values, chain_of_terms, ELEMENTS, DEFAULT.window)
+    found = window_gibbs.dependence(values, chain_of_terms, ELEMENTS)
     expected = torch.tensor(
         [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 0, 0, 1, 0]]
     ).bool()
@@ -53,8 +53,9 @@ def test_dependence_and_classes():
 
 @pytest.mark.parametrize("is_sequential", [False, True])
 @pytest.mark.parametrize("num_values", [2, 8])
-def test_sweeps_leave_the_density_invariant(num_values, is_sequential):
-    policy = WindowPolicy(num_values=num_values, max_values=20_000)
+def test_sweeps_leave_the_density_invariant(num_values, is_sequential, monkeypatch):
+    monkeypatch.setattr(window_gibbs, "MAX_ENTRIES", 20_000)
+    policy = WindowPolicy(num_values=num_values)
     grid, probabilities = exact()
     count = 6000
     values = grid[torch.multinomial(probabilities, count, replacement=True)]
@@ -63,7 +64,7 @@ def test_sweeps_leave_the_density_invariant(num_values, is_sequential):
     state = window_gibbs.State(values, chain_of_terms(values))
     reach = torch.full_like(SIZES, 3.0)
     for _ in range(10):
-        state, moved = window_gibbs.step(state, chain_of_terms, classes, ELEMENTS, reach, policy)
+        state, moved = window_gibbs.step(state, chain_of_terms, classes, ELEMENTS, reach)
     torch.testing.assert_close(state.terms, chain_of_terms(state.values))
     assert (moved > 0.1).all() and (state.values != values).any(0).all()
     products = torch.cat([state.values, state.values[:, :1] * state.values, values], -1)[:, :8]
