@@ -243,12 +243,7 @@ def _factor(standard: Tensor, policy: FramePolicy) -> Tensor:
     weight = 0.0 if count >= policy.draws_per_dim * dim else dim / (count + dim)
     correlation = (1 - weight) * correlation + weight * identity
     correlation.diagonal().masked_fill_((standard == 0).all(0), 1.0)
-    ridge = policy.ridge
-    while True:
-        factor, failed = torch.linalg.cholesky_ex(correlation + ridge * identity)
-        if not failed:
-            return factor
-        ridge *= policy.ridge_factor
+    return torch.linalg.cholesky(correlation + policy.ridge * identity)
 
 
 @torch.no_grad()

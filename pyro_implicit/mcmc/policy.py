@@ -64,10 +64,8 @@ class FramePolicy:
     #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
-    #: Smallest ridge of a correlation matrix, far above rounding in float64 and far below sampling
-    #: noise, and its factor while the matrix is not positive definite.
+    #: Ridge of a correlation matrix, far above rounding in float64 and far below sampling noise.
     ridge: float = 1e-10
-    ridge_factor: float = 10.0
 
 
 @dataclass(frozen=True)
