@@ -315,7 +315,8 @@ class NormalMarginal(JointDensity, Marginal):
                 return
             diagonal = products[colour, :, torch.arange(len(colour), device=colour.device)].T
             left = self._unordered(self._factor(-products).pivots()).square() / diagonal.double()
-            if (left > self.policy.singular).all():
+            # Smaller pivots are rounding of sums of a hundred terms: the matrix is singular.
+            if (left > 100 * torch.finfo(left.dtype).eps).all():
                 return
             place = int(left.nan_to_num(0.0).argmin())
         raise ValueError(

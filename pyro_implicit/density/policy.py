@@ -438,10 +438,6 @@ class MarginalPolicy:
     #: Entries of a Hessian below this share of the largest one in their column count as zero.
     zero: float = 1e-12
 
-    #: Share of a diagonal element of a precision matrix below which a pivot is rounding: the matrix
-    #: is singular. Sums of a hundred rounded terms in double precision.
-    singular: float = 2e-14
-
     #: Unconstrained coordinates: step of the differences of scores that give second derivatives.
     #: Scores have ten digits, and third derivatives change by the order of themselves over one.
     step: float = 1e-3
