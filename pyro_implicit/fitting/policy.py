@@ -236,9 +236,6 @@ class TrainingPolicy:
     least_fall: float = 0.1
     fall_errors: float = 3.0
 
-    #: Draws of the guide at which the model is tried, to find its parameters.
-    num_tried: int = 8
-
 
 @dataclass(frozen=True)
 class NetworkPolicy:

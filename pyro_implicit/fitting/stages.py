@@ -19,7 +19,7 @@ from pyro_implicit.density.checks.numerics import widen_if_rounded
 from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.policy import RUNS, SEARCH
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import confirmed, find_symmetries
 from pyro_implicit.density.tails import Tails, with_short_tails
@@ -433,7 +433,7 @@ class Stages:
 
     def _keep_parameters(self) -> None:
         """Put the parameters of the model, and of a guide that is no module, into the result."""
-        guide, number = self.result.guide, self.policy.training.num_tried
+        guide, number = self.result.guide, RUNS.max_retries
         args, found = self.data.first_args, self.result.parameters
         with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
