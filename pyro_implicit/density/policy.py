@@ -41,7 +41,8 @@ class RunPolicy:
     #: many as the runs, vectorisation gains nothing.
     max_groups: int = 8
 
-    #: Absolute and relative difference of log-densities that counts as equal (float32).
+    #: Absolute and relative difference of log-densities, or of values, that counts as equal, far
+    #: above rounding in float32.
     tolerance: float = 1e-3
 
     #: Absolute and relative difference of log-densities of two plain runs at one point that counts
@@ -55,6 +56,11 @@ class RunPolicy:
     #: has one length in all of them in 1 of 100 cases. Draws of the prior at which the supports and
     #: shapes of all latent variables are compared, for the same reason.
     num_compared_runs: int = 8
+
+    #: Least distance in unconstrained coordinates by which latent variables are moved, to find
+    #: priors that depend on others; the largest is twice as large. All distances differ, so
+    #: differences of latent variables change as well.
+    prior_shift: float = 0.1
 
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 100

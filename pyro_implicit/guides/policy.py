@@ -15,7 +15,6 @@ __all__ = [
     "MAX_NOISE_DIM",
     "MINIBATCH_INIT_SCALE",
     "NOISE_SCALE",
-    "ROUNDING",
     "FrameSearchPolicy",
 ]
 
@@ -67,6 +66,3 @@ AMORTIZED_CONDITIONAL_SCALE = 0.05
 AMORTIZED_WIDTH = 64
 #: Least standard deviation of an encoder, in unconstrained space.
 LEAST_SCALE = 1e-4
-#: Relative difference after a transform to unconstrained space and back above which a draw was
-#: outside of its support; far above rounding errors of float32.
-ROUNDING = 1e-3

@@ -15,9 +15,9 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.guides.policy import ROUNDING
 from pyro_implicit.guides.posterior_draws import draw, name_of, refuse_missing_sites
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import is_latent
@@ -150,7 +150,7 @@ class Sampler:
         back = self.target.constrain(vectors)
         moved = []
         for name, part in self.target.split(vectors).items():
-            far = (back[name] - draws[name]).abs() > ROUNDING * (1 + draws[name].abs())
+            far = (back[name] - draws[name]).abs() > RUNS.tolerance * (1 + draws[name].abs())
             width = part[0].numel()
             moved.append(far.reshape(len(far), -1).any(-1, keepdim=True).expand(-1, width))
         return vectors.masked_fill(torch.cat(moved, -1) & vectors.isfinite(), math.nan)

@@ -54,14 +54,6 @@ class ElboPolicy:
     #: folds that lower the loss by half a nat, and 1,000 disturbs the training.
     unfolding_weight: float = 100.0
 
-    #: Relative change of a value, by other rows of its batch or another call, from which a
-    #: generator counts as mixing rows or as random. Far above rounding in float32.
-    row_tolerance: float = 1e-3
-
-    #: Distance in unconstrained space by which latent variables are moved, at least, to find out
-    #: whether a prior depends on them; any change of its density counts.
-    prior_shift: float = 0.1
-
     #: Relative difference of log-densities in and outside a plate that counts as equal (float32).
     prior_tolerance: float = 1e-4
 

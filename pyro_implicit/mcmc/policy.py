@@ -500,11 +500,6 @@ class SpacePolicy:
     #: Step of central differences, in unconstrained coordinates.
     difference: float = 0.01
 
-    #: Smallest and largest distance by which latents are moved, in unconstrained coordinates, to
-    #: find priors that depend on other latents. All distances differ, so differences of latents
-    #: change as well.
-    dependence_steps: tuple[float, float] = (0.1, 0.2)
-
 
 @dataclass(frozen=True)
 class TemperingPolicy:

@@ -14,9 +14,9 @@ from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import Linearisation, as_generator
-from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops import Covariance, gaussian_entropy
 from pyro_implicit.ops.semi_implicit import mixture_log_density
 
@@ -252,7 +252,7 @@ def check_generator(site: ImplicitSite) -> None:
     values, again, among_others = (q.generate(z) for z in (noise, noise, others))
     shape = (-1, *q.event_shape)
     first, first_among_others = (v.reshape(shape)[0] for v in (values, among_others))
-    tolerance = ELBOS.row_tolerance * (1 + values.abs().max())
+    tolerance = RUNS.tolerance * (1 + values.abs().max())
     if (values - again).abs().max() > tolerance:
         cause = "draws randomness of its own (dropout?)"
     elif (first - first_among_others).abs().max() > tolerance:

@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.traces import Particles
 from pyro_implicit.infer.policy import ELBOS
@@ -217,7 +218,7 @@ class SitePrior:
             if site["type"] == "sample" and name in values:
                 transform = biject_to(site["fn"].support)
                 free = transform.inv(values[name])
-                moved[name] = transform(free + ELBOS.prior_shift * (1 + torch.rand_like(free)))
+                moved[name] = transform(free + RUNS.prior_shift * (1 + torch.rand_like(free)))
 
         def moves_with(names: set[str]) -> bool:
             other = self._up_to_latents({n: (moved if n in names else values)[n] for n in moved})

@@ -20,6 +20,7 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
@@ -174,16 +175,13 @@ class NoiseMap:
         return self.noise.split(self.noise.unconstrain(values))
 
 
-def dependent_sites(
-    target: Target, point: Tensor, policy: SpacePolicy = DEFAULT.space
-) -> list[str]:
+def dependent_sites(target: Target, point: Tensor) -> list[str]:
     """Return the latents that suit a map and whose priors change with others, in model order.
 
     :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
         an error there, no sites are found.
-    :param policy: the distances by which latents are moved.
     """
-    step = torch.linspace(*policy.dependence_steps, len(point)).to(point)
+    step = torch.linspace(RUNS.prior_shift, 2 * RUNS.prior_shift, len(point)).to(point)
     try:
         one, other = (target.trace_at(at).nodes for at in (point, point + step))
     except IMPOSSIBLE:
@@ -292,7 +290,7 @@ class ConditionalNoise(Space):
         self._recording: dict[str, Any] = {"num_calls": num_calls, "compile": compile}
         self._policy = policy
         self._others: list[NoiseMap] = []
-        sites = dependent_sites(target, middle, policy)
+        sites = dependent_sites(target, middle)
         groups = [[site] for site in reversed(sites)]
         if len(groups) > policy.max_sites:  # the sites of a loop together
             loops = reversed(target.groups)
