@@ -282,9 +282,7 @@ def plan_effort(
     try:
         point = target.init_loc
         target.log_prob(nearby(point, 2))  # how the model can be run
-        one_by_one = not target.is_vectorized
-        rows = min(chunk_size, EFFORT.timed_points) if one_by_one else chunk_size
-        score = target.seconds(rows) / rows
+        score = target.seconds(chunk_size) / chunk_size
         iteration = seconds_of_climb(target) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full

@@ -184,9 +184,6 @@ class EffortPolicy:
     #: Newton iterations that a search usually takes; it has no limit if they are affordable.
     usual_iterations: int = 40
 
-    #: Points at which the cost of models that run one by one is measured.
-    timed_points: int = 10
-
 
 @dataclass(frozen=True)
 class VerdictPolicy:
