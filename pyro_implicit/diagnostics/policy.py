@@ -232,11 +232,9 @@ class VerdictPolicy:
     #: Nats by which an objective may exceed the bound.
     gap: float = 0.5
 
-    #: Standard errors of that difference that it must exceed, too.
-    gap_errors: float = 3.0
-
-    #: Binomial standard errors by which coverage of held-out rows must differ from its probability.
-    calibration_errors: float = 3.0
+    #: Standard errors that this difference must exceed, too, and by which coverage of held-out rows
+    #: must differ from its probability.
+    num_errors: float = 3.0
 
     @property
     def telling_weights(self) -> float:

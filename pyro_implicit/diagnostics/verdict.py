@@ -426,7 +426,7 @@ def _lost_tail(found: Diagnosis) -> Iterator[Finding]:
 
 def _loose_objective(found: Diagnosis) -> Iterator[Finding]:
     gap, error = found.gap or (0.0, 0.0)
-    if gap <= max(found.policy.gap, found.policy.gap_errors * error):
+    if gap <= max(found.policy.gap, found.policy.num_errors * error):
         return
     reason = f"the objective is {gap:.1f} nats above the certified bound"
     if not math.isfinite(gap):
@@ -473,7 +473,7 @@ def _uncalibrated(found: Diagnosis) -> Iterator[Finding]:
         return
     for name, expected, share in _levels(report):
         error = math.sqrt(expected * (1 - expected) / report.num_rows)
-        if abs(share - expected) > found.policy.calibration_errors * error:
+        if abs(share - expected) > found.policy.num_errors * error:
             side = "overconfident" if share < expected else "underconfident"
             reason = (
                 f"predictions are {side}: {share:.0%} of {name} on held-out rows instead of "
