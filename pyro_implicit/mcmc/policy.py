@@ -644,11 +644,8 @@ class TeachPolicy:
     #: Draws below which nothing is learnt.
     least_draws: int = 20
 
-    #: Draws that a guide learns from.
+    #: Draws that a guide learns from, at most; the validation set has at most its part of these.
     max_learnt: int = 4096
-
-    #: Draws of the validation set.
-    max_held_out: int = 1024
 
     #: One draw in this many is held out.
     held_out_part: int = 5

@@ -192,7 +192,8 @@ def _parts(
     rows = torch.arange(count, device=device)
     parts = []
     last = count // policy.held_out_part
-    for part, most in ((rows[:-last], policy.max_learnt), (rows[-last:], policy.max_held_out)):
+    few = policy.max_learnt // (policy.held_out_part - 1)
+    for part, most in ((rows[:-last], policy.max_learnt), (rows[-last:], few)):
         chosen = part[torch.linspace(0, len(part) - 1, min(len(part), most)).round().long()]
         parts.append({name: value[chosen].detach() for name, value in draws.items()})
     return parts[0], parts[1]
