@@ -26,6 +26,7 @@ from pyro_implicit.ops.policy import (
     RELIABLE_KHAT,
 )
 from pyro_implicit.ops.quadrature import NormalRule
+from pyro_implicit.runtime.policy import EpochPolicy
 
 __all__ = [
     "DEFAULT",
@@ -189,17 +190,8 @@ class BudgetPolicy:
 
 
 @dataclass(frozen=True)
-class TrainingPolicy:
+class TrainingPolicy(EpochPolicy):
     """Particles, epochs, initial scales and reports of trainings."""
-
-    #: Passes over the minibatches, if ``epochs`` is not given, and the number of steps that they
-    #: make at least: after the 100 steps of ten passes over 1,000 rows, means are off by .4 sds.
-    epochs: int = 10
-    least_steps: int = 2000
-
-    def epochs_of(self, epoch_length: int) -> int:
-        """Return the default number of epochs of ``epoch_length`` minibatches."""
-        return max(self.epochs, -(-self.least_steps // epoch_length))
 
     #: Particles if each costs a run of a model that cannot be vectorised, a minibatch or a wide
     #: guide.

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pyro_implicit.runtime.policy import EpochPolicy
+
 __all__ = [
     "DEFAULT",
     "INVERSION",
@@ -597,7 +599,7 @@ class TemperingPolicy:
 
 
 @dataclass(frozen=True)
-class LangevinPolicy:
+class LangevinPolicy(EpochPolicy):
     """Chains that see minibatches. Checked by ``benchmarks/refine_minibatches.py``."""
 
     #: Friction of SGHMC, critical for directions twice as wide as the frame says.
@@ -622,13 +624,7 @@ class LangevinPolicy:
     warmup_share: float = 0.3
 
     #: Steps after the warm-up that a time budget leaves.
-    least_steps: int = 10
-
-    #: Epochs of a run without ``max_epochs``, at least.
-    default_epochs: int = 10
-
-    #: Steps of such a run, at least.
-    default_steps: int = 2000
+    least_sampled: int = 10
 
     #: Steps of the shortest run.
     least_in_all: int = 4

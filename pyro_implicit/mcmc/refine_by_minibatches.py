@@ -187,7 +187,7 @@ def _schedule(
     max_epochs: int | None, epoch_length: int, max_draws: int, policy: ChainPolicy
 ) -> StepSchedule:
     limits = policy.langevin
-    epochs = max_epochs or max(limits.default_epochs, -(-limits.default_steps // epoch_length))
+    epochs = max_epochs or limits.epochs_of(epoch_length)
     steps = epochs * epoch_length
     if steps < limits.least_in_all:
         raise ValueError(
