@@ -28,7 +28,7 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_interval,
 )
 from pyro_implicit.diagnostics.moments import rounding
-from pyro_implicit.diagnostics.policy import COMPARE, REFERENCE, VERDICT, ComparePolicy
+from pyro_implicit.diagnostics.policy import CHECKS, COMPARE, REFERENCE, VERDICT, ComparePolicy
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
     describe,
@@ -403,7 +403,7 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
     if not callable(sampler.guide) or isinstance(sampler.guide, StoredDraws):
         return None
     try:
-        weighted = weighted_draws(sampler.target, sampler.guide, num_samples=REFERENCE.max_points)
+        weighted = weighted_draws(sampler.target, sampler.guide, num_samples=CHECKS.pairwise_draws)
     except ValueError:  # no density
         return None
     weights = LogWeights(weighted.log_weights)
@@ -414,4 +414,4 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
 
 def _some(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     count = len(next(iter(draws.values())))
-    return {name: value[:: -(-count // REFERENCE.max_points)] for name, value in draws.items()}
+    return {name: value[:: -(-count // CHECKS.pairwise_draws)] for name, value in draws.items()}

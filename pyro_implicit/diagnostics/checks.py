@@ -144,7 +144,7 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
         rows = Rows(turned, [(-1.0, turned, frame.whiten(white))], minus_one)
         folds.append(Fold(rows.at(train), rows.at(test), frame.axes))
     errors = moment_errors(folds, MOMENTS.false_alarm, to_ratio=_ratio)
-    keep = slice(0, None, -(-len(white) // CHECKS.kernel_draws))
+    keep = slice(0, None, -(-len(white) // CHECKS.pairwise_draws))
     return SteinCheck(
         errors.mean_error,
         errors.sd_ratios,
@@ -379,12 +379,14 @@ def endless_scales(target: Target, points: Tensor) -> str:
     except IMPOSSIBLE:
         return ""
     found = []
+    # Such a scale, or its inverse, is lost next to 1 in float64.
+    limit = -math.log(torch.finfo(torch.float64).eps)
     for name, part in target.split(points).items():
         transform = target.transforms[name]
         steps = getattr(transform, "parts", [transform])
         is_scale = any(isinstance(one, ExpTransform) for one in steps)
         if is_scale and is_flat(nodes[name]["fn"]):
-            far = part.abs().reshape(len(part), -1) > CHECKS.endless_log
+            far = part.abs().reshape(len(part), -1) > limit
             share = far.any(-1).double().mean().item()
             if share > CHECKS.endless_share:
                 found.append(f"that of `{name}` in {share:.0%} of the draws")
@@ -392,7 +394,7 @@ def endless_scales(target: Target, points: Tensor) -> str:
         return ""
     return (
         "the posterior is improper: logarithms of scales with a flat prior exceed "
-        f"{CHECKS.endless_log:.0f} in absolute value, {' and '.join(found)}"
+        f"{limit:.0f} in absolute value, {' and '.join(found)}"
     )
 
 

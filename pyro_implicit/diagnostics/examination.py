@@ -222,7 +222,7 @@ def _stein(
     """Return Stein's identities, by site if weights cannot replace them, or why there are none."""
     stein = stein_check(whitened, found.scores)
     if stein.faults or stein.kernel.p_value < MOMENTS.false_alarm:
-        white = whitened.white[: CHECKS.num_steps]
+        white = whitened.white[: EFFORT.num_chains]
         share = jump_share(white, whitened.score_of(target.score))
         if share > CHECKS.max_jumps:
             return None, (

@@ -91,8 +91,9 @@ class MomentPolicy:
 class CheckPolicy:
     """Kernel Stein test, short HMC, coverage of modes, the objective."""
 
-    #: Draws of the kernel test; memory grows with their square.
-    kernel_draws: int = 1000
+    #: Draws of the kernel test, and of both sides in which the mass that a reference lacks is
+    #: sought; time and memory grow with their square.
+    pairwise_draws: int = 1000
 
     #: Draws of the kernel test of a single site.
     site_draws: int = 500
@@ -127,17 +128,10 @@ class CheckPolicy:
     #: Share of draws with non-finite log-density that are left out; more are an error.
     max_lost: float = 0.005
 
-    #: Draws from which steps are tried for jumps of the log-density.
-    num_steps: int = 500
-
-    #: Share of such steps from which Stein's identities do not hold.
+    #: Share of steps with a jump of the log-density from which Stein's identities do not hold.
     max_jumps: float = 0.01
 
-    #: Absolute logarithm of a scale with a flat prior from which a draw counts as endless: it
-    #: differs from 1 by more than the precision of float64.
-    endless_log: float = 36.0
-
-    #: Share of such draws above which the posterior counts as improper.
+    #: Share of draws with an endless scale above which the posterior counts as improper.
     endless_share: float = 0.01
 
     #: Evaluations of the objective.
@@ -163,7 +157,8 @@ class EffortPolicy:
     #: Draws of the guide, at least: fewer have no k-hat.
     least_samples: int = 100
 
-    #: Draws that short HMC moves; importance weights are cut to no fewer draws.
+    #: Draws that short HMC moves, and from which steps are tried for jumps; importance weights are
+    #: cut to no fewer draws.
     num_chains: int = 500
 
     #: The same for quantities, which are fewer and need more power.
@@ -269,9 +264,6 @@ class ReferencePolicy:
 
     #: Probabilities of the quantiles whose errors are reported.
     quantiles: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-    #: Draws of both sides in which the lacking mass is sought; time grows with their square.
-    max_points: int = 1000
 
     #: Distance to the nearest draw of the reference from which a draw is far, as a multiple of the
     #: distance that one in a hundred of the reference's own draws has.
