@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyro_implicit.density.checks import warn_of_angle
 from pyro_implicit.density.mode_search import find_modes
-from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.guides.policy import FRAME, INIT_SCALE
@@ -191,7 +191,8 @@ def _clipped(number: int, bounds: tuple[int, int]) -> int:
 
 
 def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | None:
-    num_iterations = _clipped(num_evaluations // target.latent_dim, FRAME.iterations)
+    limits = SEARCH.least_iterations, SEARCH.max_iterations
+    num_iterations = _clipped(num_evaluations // target.latent_dim, limits)
     options: dict[str, Any] = {
         "max_rounds": 1,
         "max_iterations": num_iterations,

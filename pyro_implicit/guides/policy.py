@@ -24,7 +24,6 @@ class FrameSearchPolicy:
     """The search for a frame of ``frame="auto"`` and ``frame="mode"``.
 
     :ivar seconds: time of one core for all evaluations of the model, counted by operations.
-    :ivar iterations: fewest and most iterations of the climb to a mode.
     :ivar num_draws: draws for the ELBO of a Gaussian during the climb.
     :ivar num_starts: starting points from the prior, for models that run vectorised.
     :ivar num_starts_looped: starting points from the prior, for other models.
@@ -36,7 +35,6 @@ class FrameSearchPolicy:
     """
 
     seconds: float = 1.0
-    iterations: tuple[int, int] = (10, 100)
     num_draws: int = 32
     num_starts: int = 20
     num_starts_looped: int = 3
