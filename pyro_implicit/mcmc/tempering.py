@@ -352,10 +352,7 @@ class ModeLabels:
 
     def label(self, latent: Tensor) -> Tensor:
         """Return the mode at latents ``(n, d)``, ``(n,)``."""
-        return self.group[self._nearest(latent)]
-
-    def _nearest(self, latent: Tensor) -> Tensor:
-        return self.normals.log_joint(latent).nan_to_num(nan=-math.inf).argmax(-1)
+        return self.group[self.normals.log_joint(latent).nan_to_num(nan=-math.inf).argmax(-1)]
 
     def join(
         self, space: Space, points: Tensor, policy: TemperingPolicy = DEFAULT.tempering

@@ -147,9 +147,7 @@ def probe(scores: list[Score], position: Tensor, policy: ChainPolicy = DEFAULT) 
     points, found = points[finite], found[:, finite]
     spent, curvature = len(gradients), 0.0
     for gradient in gradients[:2]:
-        largest = largest_curvature(
-            gradient, points, numbers.power_iterations, numbers.curvature_distance
-        )
+        largest = largest_curvature(gradient, points, numbers)
         curvature = max(curvature, largest.nan_to_num().max().item())
         spent += 1 + numbers.power_iterations
     return Probe(curvature, gradient_noise(found).rms, spent)
@@ -203,7 +201,7 @@ def gradient_noise(gradients: Tensor) -> GradientNoise:
 
 
 def largest_curvature(
-    gradient: Gradient, position: Tensor, iterations: int = 10, distance: float = 0.1
+    gradient: Gradient, position: Tensor, policy: LangevinPolicy = DEFAULT.langevin
 ) -> Tensor:
     """The largest curvature of log-densities at points, by power iteration on differences of
     gradients.
@@ -217,14 +215,15 @@ def largest_curvature(
 
     :param gradient: function from points ``(num_points, d)`` to gradients, the same in every call.
     :param position: ``(num_points, d)``.
-    :param iterations: number of power iterations, with a gradient each.
-    :param distance: between points whose gradients are compared.
+    :param policy: the power iterations, with a gradient each, and the distance of the points whose
+        gradients are compared.
     :returns: absolute values, ``(num_points,)``; power iteration comes from below.
     """
     here = gradient(position)
     direction = torch.randn_like(position)
     curvature = position.new_zeros(len(position))
-    for _ in range(iterations):
+    distance = policy.curvature_distance
+    for _ in range(policy.power_iterations):
         direction = direction / direction.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         direction = (gradient(position + distance * direction) - here) / distance
         curvature = direction.norm(dim=-1)
