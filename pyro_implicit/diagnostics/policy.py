@@ -142,7 +142,7 @@ class CheckPolicy:
 class EffortPolicy:
     """The effort of ``diagnose``, and its reductions to meet a time limit."""
 
-    #: Draws of the guide, by default.
+    #: Draws of the guide, by default; ``Fit.to_datatree`` exports as many if no chains ran.
     num_samples: int = 2000
 
     #: Transitions of short HMC, by default.

@@ -854,8 +854,5 @@ class FitPolicy:
     #: Scores of held-out rows.
     held_out: HeldOutPolicy = field(default_factory=HeldOutPolicy)
 
-    #: Draws that ``to_datatree`` exports if no chains ran.
-    num_exported: int = 2000
-
 
 DEFAULT = FitPolicy()

@@ -810,7 +810,7 @@ class Fit(Printed):
             chains = self._by_chain(self.refined.get_samples(group_by_chain=True))
             posterior = joined(chains, num_chains)
         else:
-            number = num_samples or self.policy.num_exported
+            number = num_samples or EFFORT.num_samples
             draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
         source = (self.model, *self.source[1:])
