@@ -493,6 +493,25 @@ class SymmetryPolicy:
     max_seconds: float = 2.0
 
 
+@dataclass(frozen=True)
+class MirrorPolicy:
+    """Reflections under which a posterior changes by a few nats. Checked by
+    ``tests/density/test_mirrors.py``."""
+
+    #: Mean distance of a coordinate from 0 in its own sds, beyond which its image is another mode:
+    #: of normal draws, one in a thousand lies between.
+    separation: float = 3.0
+
+    #: Draws at which each reflection is tried.
+    num_tried: int = 16
+
+    #: Reflections that are tried, at most: all subsets of nine sites.
+    max_tried: int = 512
+
+    #: Share of the mass below which an image is left out.
+    least_share: float = 1e-3
+
+
 RUNS = RunPolicy()
 ANGLES = AnglePolicy()
 GROUPS = GroupPolicy()
@@ -504,3 +523,4 @@ SEARCH = SearchPolicy()
 PILOT = PilotPolicy()
 ROUNDING = RoundingPolicy()
 SYMMETRY = SymmetryPolicy()
+MIRROR = MirrorPolicy()

@@ -315,6 +315,8 @@ def move_draws(
             line.outcome += "; annealed, because chains stayed in separate modes"
         if refined.weights is not None:
             line.outcome += f"; {refined.weights}"
+        if refined.images:
+            line.outcome += f"; {refined.images}"
     if line.error is not None:
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     elif refined.stopped == "interrupted":

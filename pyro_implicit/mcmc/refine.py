@@ -368,7 +368,8 @@ def _walk(plan: ChainSetup, space: Space, chains: WindowedChains, file: Checkpoi
             run(chains, file)
     chains.streams, space = random_streams(), chains.current_space
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
-    return replace(collect(space, chains), chains=chains, more=more)
+    has_images = quantities is None and not KERNELS[chains.kernel].separate
+    return replace(collect(space, chains, has_images), chains=chains, more=more)
 
 
 @in_turn

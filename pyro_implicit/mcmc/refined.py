@@ -14,6 +14,7 @@ from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import beyond_resolution
+from pyro_implicit.density.mirrors import Image, with_images
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import ArvizExport
@@ -111,6 +112,9 @@ class Refined(Printed, ArvizExport):
     :ivar unresolved: Which sites have draws nearer to a bound than the numbers of the model's
         dtype, in words; else empty.
     :ivar modes: A note on separate modes.
+    :ivar images: Mirror images of the draws that are further modes, in words; else empty. If their
+        weights are reliable, they are among the draws (:mod:`pyro_implicit.density.mirrors`).
+    :ivar lost: Images that unreliable weights could not add, in words; else empty.
     :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
@@ -152,6 +156,8 @@ class Refined(Printed, ArvizExport):
     stuck: int = 0
     unresolved: str = ""
     modes: str = ""
+    images: str = ""
+    lost: str = ""
     modes_weighed: bool = False
     weights: ModeWeights | None = None
     choice: StepChoice | None = None
@@ -268,6 +274,8 @@ class Refined(Printed, ArvizExport):
             found.append(f"{share}: narrow places may not have filled")
         if self.unresolved:
             found.append(f"{self.unresolved}: mass beyond is lost")
+        if self.lost:
+            found.append(f"{self.lost}, which the draws lack")
         if self.stuck:
             found.append(f"{self.stuck} of {self.num_chains} chains never moved")
         if not KERNELS[self.kernel].exact:
@@ -346,13 +354,20 @@ class Refined(Printed, ArvizExport):
             yield self.modes
 
 
-def collect(space: Space, chains: WindowedChains) -> Refined:
-    """Return the result of chains with all data that walked in a space."""
+def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Refined:
+    """Return the result of chains with all data that walked in a space.
+
+    :param has_images: whether mirror images of the draws may be further modes.
+    """
     space.check(chains.points)
     latents = chains.history.draws().transpose(0, 1).contiguous()
     is_stuck = (latents == latents[:, :1]).flatten(1).all(-1) & chains.has_draws
     if chains.symmetries:
         latents = _shuffled(latents, chains.symmetries)
+    images: list[Image] = []
+    if has_images and len(latents):
+        found, images = with_images(space.target, latents.flatten(0, 1))
+        latents = found.reshape(latents.shape)
     if stuck := int(is_stuck.sum()):
         warn_user(
             f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
@@ -377,7 +392,9 @@ def collect(space: Space, chains: WindowedChains) -> Refined:
         trajectory_length=chains.adaptation.trajectory_length,
         stuck=stuck,
         unresolved=_unresolved(space.target, latents.flatten(0, 1)),
-        modes=KEPT,
+        modes=" ".join([KEPT, *(f"But {one}." for one in images)]),
+        images="; ".join(map(str, images)),
+        lost="; ".join(str(image) for image in images if not image.is_reliable),
         policy=chains.policy.stopping,
     )
 
