@@ -26,11 +26,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.distributions import constraints
+from torch.nn.functional import softplus
 
 from pyro_implicit.density.policy import MIRROR, RUNS, SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.importance_weights import LogWeights, systematic
-from pyro_implicit.ops.policy import RELIABLE_KHAT
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, RELIABLE_KHAT
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.sites import innermost_support
 
@@ -40,31 +41,38 @@ __all__ = ["Image", "Mirror", "find_mirrors", "with_images"]
 
 
 class Mirror(NamedTuple):
-    """A reflection: ``signs`` of the coordinates, ``(latent_dim,)``, and ``name``, what changes."""
+    """A reflection: ``signs`` of the coordinates, ``(latent_dim,)``, and ``name``, what changes.
+
+    The sign of the coordinate ``key`` tells the sides apart.
+    """
 
     signs: Tensor
     name: str
+    key: int = 0
 
 
 class Image(NamedTuple):
     """How an image was added to draws.
 
-    ``share`` is its share of the mass, and ``weights`` are those of the draws.
+    ``share`` is the share of the mass that was reached by it, and ``weights`` are those of the
+    draws of each side. Of both together, the tail is one side alone.
     """
 
     mirror: Mirror
     share: float
-    weights: LogWeights
+    weights: list[LogWeights]
 
     @property
     def is_reliable(self) -> bool:
         """Whether the weights are."""
-        return self.weights.khat < RELIABLE_KHAT
+        return all(
+            one.khat < RELIABLE_KHAT or one.efficiency > EVEN_EFFICIENCY for one in self.weights
+        )
 
     def __str__(self) -> str:
         return (
             f"the mirror image of the draws with other signs of {self.mirror.name} holds "
-            f"{self.share:.0%} of the mass ({self.weights})"
+            f"{self.share:.0%} of the mass ({' and '.join(map(str, self.weights))})"
         )
 
 
@@ -92,7 +100,8 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
     :param draws: of the posterior, of one mode or several, ``(num_draws, latent_dim)``.
     """
     size = draws.abs()
-    apart = size.mean(0) > MIRROR.separation * size.std(0)
+    distance = size.mean(0) / size.std(0)
+    apart = distance > MIRROR.separation
     rows = torch.linspace(0, len(draws) - 1, MIRROR.num_tried, device=draws.device).long()
     some = draws[rows]
     before = _log_prob(target, some)
@@ -109,7 +118,8 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
         change = _log_prob(target, mirror.signs * some) - before
         tolerance = SYMMETRY.absolute + torch.finfo(some.dtype).eps * before.abs()
         if change.max() > math.log(MIRROR.least_share) and (change.abs() > tolerance).any():
-            found.append(mirror)
+            key = int(torch.where(flips, distance, 0.0).argmax())
+            found.append(mirror._replace(key=key))
     return found
 
 
@@ -126,11 +136,14 @@ def with_images(target: Target, draws: Tensor) -> tuple[Tensor, list[Image]]:
     for mirror in find_mirrors(target, draws):
         change = _log_prob(target, mirror.signs * draws) - _log_prob(target, draws)
         change = change.double().nan_to_num(nan=-math.inf)
-        weights = LogWeights(torch.nn.functional.softplus(change))
+        weights = LogWeights(softplus(change))
         share = (weights.shares * change.sigmoid()).sum().item()
         if share < MIRROR.least_share:
             continue
-        images.append(Image(mirror, share, weights))
+        is_left = draws[:, mirror.key] < 0
+        sides = [change[side] for side in (is_left, ~is_left)]
+        large = [one for one in sides if len(one) > MIRROR.least_side * len(draws)]
+        images.append(Image(mirror, share, [LogWeights(softplus(one)) for one in large]))
         if images[-1].is_reliable:
             with seeded(0, draws.device):  # continued chains repeat it
                 rows = systematic(weights.shares, len(draws))

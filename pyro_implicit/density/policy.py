@@ -511,6 +511,9 @@ class MirrorPolicy:
     #: Share of the mass below which an image is left out.
     least_share: float = 1e-3
 
+    #: Share of the draws on one side of a reflection up to which their weights are not judged.
+    least_side: float = 0.1
+
 
 RUNS = RunPolicy()
 ANGLES = AnglePolicy()
