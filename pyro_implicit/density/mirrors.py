@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from torch.nn.functional import softplus
 from pyro_implicit.density.policy import MIRROR, RUNS, SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.importance_weights import LogWeights, systematic
-from pyro_implicit.ops.policy import EVEN_EFFICIENCY, RELIABLE_KHAT
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, MAX_ENTRIES, RELIABLE_KHAT
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.sites import innermost_support
 
@@ -103,21 +103,26 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
     distance = size.mean(0) / size.std(0)
     apart = distance > MIRROR.separation
     rows = torch.linspace(0, len(draws) - 1, MIRROR.num_tried, device=draws.device).long()
-    some = draws[rows]
+    some, least = draws[rows], math.log(MIRROR.least_share)
+    most = SYMMETRY.max_seconds / target.seconds(RUNS.draws_at_once) * RUNS.draws_at_once
+    number = min(MIRROR.max_tried, int(most / MIRROR.num_tried))
+    tried = islice(_candidates(target), number)
+    mirrors = [one for one in tried if ((one.signs < 0) & apart).any()]
+    if not mirrors:
+        return []
     before = _log_prob(target, some)
-    limit = SYMMETRY.max_seconds / target.seconds(len(some))
+    at_once = max(1, MAX_ENTRIES // some.numel())
+    changes = [
+        _log_prob(target, torch.cat([one.signs * some for one in part])).reshape(len(part), -1)
+        for part in (mirrors[i : i + at_once] for i in range(0, len(mirrors), at_once))
+    ]
+    tolerance = SYMMETRY.absolute + torch.finfo(some.dtype).eps * before.abs()
     found: list[Mirror] = []
-    number = 0
-    for mirror in _candidates(target):
-        if number >= limit:
-            break
-        flips = mirror.signs < 0
-        if not (flips & apart).any() or any((flips | (one.signs > 0)).all() for one in found):
-            continue  # no separate mode, or more signs than an image that is known
-        number += 1
-        change = _log_prob(target, mirror.signs * some) - before
-        tolerance = SYMMETRY.absolute + torch.finfo(some.dtype).eps * before.abs()
-        if change.max() > math.log(MIRROR.least_share) and (change.abs() > tolerance).any():
+    for mirror, after in zip(mirrors, torch.cat(changes), strict=True):
+        flips, change = mirror.signs < 0, after - before
+        if any((flips | (one.signs > 0)).all() for one in found):
+            continue  # it has more signs than an image that is known
+        if change.max() > least and (change.abs() > tolerance).any():
             key = int(torch.where(flips, distance, 0.0).argmax())
             found.append(mirror._replace(key=key))
     return found
@@ -171,7 +176,7 @@ def _candidates(target: Target) -> Iterator[Mirror]:
             blocks.setdefault(1, {})[label] = index.unsqueeze(0)
         for name in real.intersection(names):
             for dim, length in enumerate(places[name].shape):
-                if length > 1:
+                if 1 < length <= MIRROR.max_tried:
                     units = places[name].movedim(dim, 0).reshape(length, -1)
                     blocks.setdefault(length, {})[f"'{name}'"] = units
     for length, some in sorted(blocks.items()):
