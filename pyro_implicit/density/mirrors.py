@@ -54,12 +54,14 @@ class Mirror(NamedTuple):
 class Image(NamedTuple):
     """How an image was added to draws.
 
-    ``share`` is the share of the mass that was reached by it, and ``weights`` are those of the
-    draws of each side. Of both together, the tail is one side alone.
+    ``share`` is the share of the mass that was reached by it, and ``moved`` that by which the
+    shares of both sides changed. ``weights`` are those of the draws of each side: of both together,
+    the tail is one side alone.
     """
 
     mirror: Mirror
     share: float
+    moved: float
     weights: list[LogWeights]
 
     @property
@@ -148,7 +150,9 @@ def with_images(target: Target, draws: Tensor) -> tuple[Tensor, list[Image]]:
         is_left = draws[:, mirror.key] < 0
         sides = [change[side] for side in (is_left, ~is_left)]
         large = [one for one in sides if len(one) > MIRROR.least_side * len(draws)]
-        images.append(Image(mirror, share, [LogWeights(softplus(one)) for one in large]))
+        left = torch.where(is_left, (-change).sigmoid(), change.sigmoid())
+        moved = abs((weights.shares * left).sum().item() - is_left.double().mean().item())
+        images.append(Image(mirror, share, moved, [LogWeights(softplus(one)) for one in large]))
         if images[-1].is_reliable:
             with seeded(0, draws.device):  # continued chains repeat it
                 rows = systematic(weights.shares, len(draws))

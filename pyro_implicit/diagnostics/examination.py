@@ -14,6 +14,7 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.cost import TracedScore
+from pyro_implicit.density.mirrors import with_images
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import (
@@ -122,6 +123,7 @@ def examine(
             )
     if isinstance(modes, str):
         modes = search_modes(target, effort.search_iterations)
+    images = () if observed is not None else with_images(target, found.points)[1]
     coverage = gap = None
     if modes is not None:
         # The Gaussian default overstates the volume of a guide with many modes.
@@ -139,6 +141,7 @@ def examine(
         left_out=found.left_out,
         skipped=skipped,
         improper=endless_scales(target, found.points),
+        images=tuple((str(one), one.moved) for one in images),
         **_known(guide),
     )
 

@@ -212,7 +212,8 @@ class VerdictPolicy:
     least_effective: float = CHAINS.stopping.least_usable
 
     #: Share of chains of short HMC that leave the guide's draws behind. It counts only if
-    #: chance would give it in fewer than ``false_alarm`` of all cases.
+    #: chance would give it in fewer than ``false_alarm`` of all cases. The same of the mass that
+    #: draws lack at a mirror image, beyond ``num_errors`` standard errors.
     escaped: Thresholds = Thresholds(0.02, 0.05)
 
     #: Share of draws of an update beyond all draws to which its prior was fitted, or one minus

@@ -62,6 +62,8 @@ class Diagnosis(Printed):
     :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
     :ivar coverage: coverage of the modes that were found or given; None without modes.
+    :ivar images: mirror images of the draws that are further modes, in words, and the share of the
+        mass by which the draws of both sides are wrong.
     :ivar settled: whether the draws are of settled chains or resampled by reliable weights, so that
         they need no density.
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
@@ -97,6 +99,7 @@ class Diagnosis(Printed):
     drift: DriftCheck | None = None
     gap: tuple[float, float] | None = None
     coverage: ModeCoverage | None = None
+    images: tuple[tuple[str, float], ...] = ()
     broken: str = ""
     settled: bool = False
     modes_weighed: bool = False
@@ -435,6 +438,13 @@ def _loose_objective(found: Diagnosis) -> Iterator[Finding]:
     yield Finding("check", reason, cure)
 
 
+def _lost_images(found: Diagnosis) -> Iterator[Finding]:
+    for image, share in found.images:
+        noise = found.policy.num_errors / math.sqrt(4 * found.num_samples)
+        reason = f"{image}, and {share:.0%} of the draws should lie on its other side"
+        yield from _judge(found.policy.escaped, share - noise, reason, "refine, which adds images")
+
+
 def _lost_modes(found: Diagnosis) -> Iterator[Finding]:
     if found.coverage is not None and found.coverage.uncovered.any():
         lost = found.coverage.mass[found.coverage.uncovered].max().item()
@@ -566,6 +576,7 @@ _RULES = (
     _lack_of_power,
     _unlike_scores,
     _loose_objective,
+    _lost_images,
     _lost_modes,
 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_implicit import fit, refine
+from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.density.mirrors import find_mirrors, with_images
 
@@ -106,6 +106,19 @@ def test_images_that_weights_cannot_add_are_doubted():
     )  # fmt: skip
     assert "other signs of 'x' holds" in refined.lost
     assert any(doubt.endswith("which the draws lack") for doubt in refined.doubts)
+
+
+def test_diagnose_tells_of_images_that_draws_lack():
+    torch.manual_seed(0)
+    y = torch.tensor(9.0)
+    for share, verdict in ((0.0, "do not trust"), (SHARE, "check"), (SHARE - 0.09, "do not trust")):
+        x = draws_of(share, 2_000)[:, 0]
+        found = diagnose(squared, {"x": x}, y, modes=None, progress=False, seed=0)
+        ((image, moved),) = found.images
+        assert moved == pytest.approx(abs(SHARE - share), abs=0.04)
+        reasons = [one.reason for one in found.findings if "mirror image" in one.reason]
+        assert len(reasons) == (share != SHARE) and all(image in reason for reason in reasons)
+        assert found.verdict == verdict  # stored draws without weights are checked
 
 
 def test_chains_of_one_mode_are_draws_of_both():
