@@ -112,6 +112,7 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
     mirrors = [one for one in tried if ((one.signs < 0) & apart).any()]
     if not mirrors:
         return []
+    mirrors.sort(key=lambda one: int((one.signs < 0).sum()))
     before = _log_prob(target, some)
     at_once = max(1, MAX_ENTRIES // some.numel())
     changes = [
