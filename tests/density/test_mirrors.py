@@ -82,7 +82,7 @@ def test_units_and_loops_are_reflected_by_themselves():
 
     draws = torch.tensor([3.0, 4.0, 0.0, 3.0, 3.0]) + 0.05 * torch.randn(200, 5)
     names = [mirror.name for mirror in find_mirrors(Target(model), draws)]
-    assert names == ["'a_0' and 'a_1'", "unit 0 of 'x'"]
+    assert names == ["unit 0 of 'x'", "'a_0' and 'a_1'"]
 
 
 def other_shape(y: Tensor) -> None:
