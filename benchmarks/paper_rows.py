@@ -110,7 +110,7 @@ ROWS = [
             ("LIVI L'", 0.6, 3.0),
             ("LIVI L''", 1.6, 2.0),
             ("injective", 0.2, 2.0),
-            ("mixture", 1.0, 1.0),
+            ("mixture", 0.85, 1.0),
         )
         if seed == 0 or method not in ("mixture", "LIVI L''", "mean field")
     ),

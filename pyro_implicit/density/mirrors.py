@@ -101,6 +101,8 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
     :param target: the posterior.
     :param draws: of the posterior, of one mode or several, ``(num_draws, latent_dim)``.
     """
+    if target.sampled:  # no gradients: other moves change them
+        return []
     size = draws.abs()
     distance = size.mean(0) / size.std(0)
     apart = distance > MIRROR.separation
