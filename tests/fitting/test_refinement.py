@@ -564,7 +564,7 @@ def test_chains_that_a_budget_ended_say_why_they_are_trusted(monkeypatch):
     chains = SimpleNamespace(
         stopped="max_gradients", num_gradients=9, modes_weighed=False, weights=None, settled=False
     )
-    chains.unresolved = ""
+    chains.unresolved = chains.images = ""
     monkeypatch.setattr(refinement, "refine_target", lambda *args, **kwargs: chains)
     for drift, is_small in ((Drift(0.05, 0.05, 1.02), True), (Drift(0.3, 0.3, 1.4), False)):
         chains.drift, chains.get_samples = drift, lambda: {"x": torch.zeros(20, 2)}
