@@ -56,13 +56,14 @@ class Image(NamedTuple):
 
     ``share`` is the share of the mass that was reached by it, and ``moved`` that by which the
     shares of both sides changed. ``weights`` are those of the draws of each side: of both together,
-    the tail is one side alone.
+    the tail is one side alone. ``efficiency`` is the share of independent draws that remain.
     """
 
     mirror: Mirror
     share: float
     moved: float
     weights: list[LogWeights]
+    efficiency: float
 
     @property
     def is_reliable(self) -> bool:
@@ -155,7 +156,8 @@ def with_images(target: Target, draws: Tensor) -> tuple[Tensor, list[Image]]:
         large = [one for one in sides if len(one) > MIRROR.least_side * len(draws)]
         left = torch.where(is_left, (-change).sigmoid(), change.sigmoid())
         moved = abs((weights.shares * left).sum().item() - is_left.double().mean().item())
-        images.append(Image(mirror, share, moved, [LogWeights(softplus(one)) for one in large]))
+        parts = [LogWeights(softplus(one)) for one in large]
+        images.append(Image(mirror, share, moved, parts, weights.efficiency))
         if images[-1].is_reliable:
             with seeded(0, draws.device):  # continued chains repeat it
                 rows = systematic(weights.shares, len(draws))

@@ -114,6 +114,7 @@ class Refined(Printed, ArvizExport):
     :ivar modes: A note on separate modes.
     :ivar images: Mirror images of the draws that are further modes, in words; else empty. If their
         weights are reliable, they are among the draws (:mod:`pyro_implicit.density.mirrors`).
+    :ivar kept: The share of independent draws that remains after these weights.
     :ivar lost: Images that unreliable weights could not add, in words; else empty.
     :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
@@ -157,6 +158,7 @@ class Refined(Printed, ArvizExport):
     unresolved: str = ""
     modes: str = ""
     images: str = ""
+    kept: float = 1.0
     lost: str = ""
     modes_weighed: bool = False
     weights: ModeWeights | None = None
@@ -284,13 +286,14 @@ class Refined(Printed, ArvizExport):
 
     def as_guide(self) -> StoredDraws:
         """Return the draws as a guide, for ``Predictive``."""
+        drift = self.drift
         return StoredDraws(
             self.get_samples(),
             self.settled,
             self.modes_weighed,
             self.doubts,
-            drift=self.drift,
-            num_independent=math.inf if self.drift is None else self.drift.num_effective,
+            drift=drift,
+            num_independent=math.inf if drift is None else self.kept * drift.num_effective,
             num_chains=self.num_chains,
         )
 
@@ -394,6 +397,7 @@ def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Re
         unresolved=_unresolved(space.target, latents.flatten(0, 1)),
         modes=" ".join([KEPT, *(f"But {one}." for one in images)]),
         images="; ".join(map(str, images)),
+        kept=math.prod(image.efficiency for image in images if image.is_reliable),
         lost="; ".join(str(image) for image in images if not image.is_reliable),
         policy=chains.policy.stopping,
     )

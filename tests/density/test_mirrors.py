@@ -128,6 +128,9 @@ def test_chains_of_one_mode_are_draws_of_both():
     x = refined.get_samples()["x"]
     assert (x < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
     assert "other signs of 'x' holds" in refined.modes and not refined.lost
+    assert 0.9 < refined.kept < 1.0  # the weights are nearly even
+    worth = refined.as_guide().num_independent / refined.drift.num_effective
+    assert worth == pytest.approx(refined.kept)
     again = refined.refine_more(max_gradients=200, progress=False).get_samples()["x"]
     assert (again < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
 
