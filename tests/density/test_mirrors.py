@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -129,8 +130,8 @@ def test_chains_of_one_mode_are_draws_of_both():
     assert (x < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
     assert "other signs of 'x' holds" in refined.modes and not refined.lost
     assert 0.9 < refined.kept < 1.0  # the weights are nearly even
-    worth = refined.as_guide().num_independent / refined.drift.num_effective
-    assert worth == pytest.approx(refined.kept)
+    half = replace(refined, kept=0.5).as_guide().num_independent
+    assert half == pytest.approx(refined.drift.num_effective / 2, rel=1e-3)
     again = refined.refine_more(max_gradients=200, progress=False).get_samples()["x"]
     assert (again < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
 
