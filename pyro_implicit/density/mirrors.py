@@ -3,88 +3,93 @@ r"""Mirror images of draws: reflections under which a posterior changes by a few
 
 The signs of factors, or of the traits of an ideal-point model, are often fixed by a weak prior of
 one element. The posterior then has a second mode at the mirror image, with another share of the
-mass, which no chain reaches. Let T be the reflection, and :math:`\Delta(x) = \log p(T x) - \log
-p(x)`. Draws x of any of the two modes, weighed by :math:`1 + e^{\Delta(x)}` and then replaced by
-:math:`T x` with probability :math:`e^\Delta / (1 + e^\Delta)`, are draws of both: each place z is
-reached from z and from T z, by
+mass, which no chain reaches. Let :math:`T_0 = I, T_1, \dots` be reflections that map the mode A to
+separate modes, and :math:`\Delta_j(x) = \log p(T_j x) - \log p(x)`. Draws x of A are reweighted by
 
-.. math:: q(z) \frac{p(z) + p(Tz)}{p(z)} \frac{p(z)}{p(z) + p(Tz)} + q(Tz)
-    \frac{p(z) + p(Tz)}{p(Tz)} \frac{p(z)}{p(z) + p(Tz)}
-    = p(z) \Bigl[ \frac{q(z)}{p(z)} + \frac{q(Tz)}{p(Tz)} \Bigr],
+.. math:: w(x) = \sum_j e^{\Delta_j(x)} = \sum_j p(T_j x) / p(x),
 
-where q is the density of the draws, and the bracket is constant if q is proportional to p within
-each mode, whatever the shares of the modes in q are.
+resampled, and replaced by :math:`T_j x` with probability :math:`e^{\Delta_j(x)} / w(x)`. The
+density of the result at :math:`T_j x` is proportional to :math:`p(x)\, w(x)\, e^{\Delta_j(x)} /
+w(x) = p(T_j x)`: it is that of the posterior on all these modes. As with all importance weights,
+the draws of A must cover the modes that are mapped back to A, which their weights show.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, islice
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
-from torch.nn.functional import softplus
 
 from pyro_implicit.density.policy import MIRROR, RUNS, SYMMETRY
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.importance_weights import LogWeights, systematic
+from pyro_implicit.ops.log_space import log_mean_exp
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, MAX_ENTRIES, RELIABLE_KHAT
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.sites import innermost_support
 
-T = TypeVar("T")
+__all__ = ["Images", "Mirror", "find_mirrors", "with_images"]
 
-__all__ = ["Image", "Mirror", "find_mirrors", "with_images"]
+T = TypeVar("T")
 
 
 class Mirror(NamedTuple):
-    """A reflection: ``signs`` of the coordinates, ``(latent_dim,)``, and ``name``, what changes.
-
-    The sign of the coordinate ``key`` tells the sides apart.
-    """
+    """A reflection: ``signs`` of the coordinates, ``(latent_dim,)``, and the ``name`` of what it
+    reflects."""
 
     signs: Tensor
     name: str
-    key: int = 0
+
+    def after(self, other: Mirror) -> Mirror:
+        """Return the reflection by both."""
+        return Mirror(self.signs * other.signs, f"{self.name} and of {other.name}")
 
 
-class Image(NamedTuple):
-    """How an image was added to draws.
+class Images(NamedTuple):
+    """Mirror images of a mode.
 
-    ``share`` is the share of the mass that was reached by it, and ``moved`` that by which the
-    shares of both sides changed. ``weights`` are those of the draws of each side: of both together,
-    the tail is one side alone. ``efficiency`` is the share of independent draws that remain.
+    :ivar mirrors: the reflections.
+    :ivar shares: the posterior mass of each image, as a share of all images and the mode.
+    :ivar weights: the importance weights of the draws of the mode.
+    :ivar moved: the largest change of such a share by the weights.
+    :ivar kept: the share of independent draws that the weights leave.
     """
 
-    mirror: Mirror
-    share: float
+    mirrors: list[Mirror]
+    shares: list[float]
+    weights: LogWeights
     moved: float
-    weights: list[LogWeights]
-    efficiency: float
+    kept: float
 
     @property
     def is_reliable(self) -> bool:
-        """Whether the weights are."""
-        return all(
-            one.khat < RELIABLE_KHAT or one.efficiency > EVEN_EFFICIENCY for one in self.weights
-        )
+        """Whether the weights are reliable, so that the images are among the draws."""
+        if len(self.mirrors) > MIRROR.most_images:
+            return False  # and there may be more of them
+        return self.weights.khat < RELIABLE_KHAT or self.weights.efficiency > EVEN_EFFICIENCY
 
     def __str__(self) -> str:
-        return (
-            f"the mirror image of the draws with other signs of {self.mirror.name} holds "
-            f"{self.share:.0%} of the mass ({' and '.join(map(str, self.weights))})"
-        )
+        largest = sorted(zip(self.shares, self.mirrors, strict=True), key=lambda one: -one[0])[:3]
+        parts = [f"{share:.0%} at the reflection of {mirror.name}" for share, mirror in largest]
+        if more := len(self.mirrors) - len(parts):
+            parts.append(f"{more} more")
+        return f"mirror images hold mass: {', '.join(parts)} ({self.weights})"
 
 
 @torch.no_grad()
 def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
-    """Return reflections of whole sites, or of one unit along a dimension, with massive images.
+    """Return reflections whose images of a mode have a share of the mass.
 
-    Some coordinate that changes its sign must be far from 0 in all draws, so that the image is a
-    separate mode. Exact symmetries are left out: :mod:`pyro_implicit.density.symmetry` has them.
+    Whole sites are reflected, those of a loop together, and single units along a dimension of
+    sites. In some coordinate that changes its sign there must be a gap around 0 without draws. Of
+    reflections with the same signs in all such coordinates, whose images are the same mode, the one
+    of the highest density is returned. Exact symmetries are left out:
+    :mod:`pyro_implicit.density.symmetry` has them.
 
     **Example:**
 
@@ -100,70 +105,120 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
     ["'a' and 'b'"]
 
     :param target: the posterior.
-    :param draws: of the posterior, of one mode or several, ``(num_draws, latent_dim)``.
+    :param draws: draws of one mode, ``(num_draws, latent_dim)``.
     """
-    if target.sampled:  # no gradients: other moves change them
+    apart = _apart(draws)
+    if target.sampled or not apart.any():
         return []
-    size = draws.abs()
-    distance = size.mean(0) / size.std(0)
-    apart = distance > MIRROR.separation
-    rows = torch.linspace(0, len(draws) - 1, MIRROR.num_tried, device=draws.device).long()
-    some, least = draws[rows], math.log(MIRROR.least_share)
-    most = SYMMETRY.max_seconds / target.seconds(RUNS.draws_at_once) * RUNS.draws_at_once
-    number = min(MIRROR.max_tried, int(most / MIRROR.num_tried))
-    tried = islice(_candidates(target), number)
-    mirrors = [one for one in tried if ((one.signs < 0) & apart).any()]
-    if not mirrors:
-        return []
-    mirrors.sort(key=lambda one: int((one.signs < 0).sum()))
-    before = _log_prob(target, some)
-    at_once = max(1, MAX_ENTRIES // some.numel())
-    changes = [
-        _log_prob(target, torch.cat([one.signs * some for one in part])).reshape(len(part), -1)
-        for part in (mirrors[i : i + at_once] for i in range(0, len(mirrors), at_once))
-    ]
-    tolerance = SYMMETRY.absolute + torch.finfo(some.dtype).eps * before.abs()
-    found: list[Mirror] = []
-    for mirror, after in zip(mirrors, torch.cat(changes), strict=True):
-        flips, change = mirror.signs < 0, after - before
-        if any((flips | (one.signs > 0)).all() for one in found):
-            continue  # it has more signs than an image that is known
-        if change.max() > least and (change.abs() > tolerance).any():
-            key = int(torch.where(flips, distance, 0.0).argmax())
-            found.append(mirror._replace(key=key))
-    return found
+    trial = _Trial(target, draws, apart)
+    affordable = SYMMETRY.max_seconds / target.seconds(RUNS.draws_at_once) * RUNS.draws_at_once
+    number = min(MIRROR.max_tried, int(affordable / MIRROR.num_tried))
+    trial.add(islice(_candidates(target), number))
+    # Images of images: sites and units were tried by themselves.
+    while trial.found and len(trial.found) <= MIRROR.most_images:
+        pairs = combinations([mirror for _, mirror in trial.found.values()], 2)
+        if not trial.add(one.after(other) for one, other in pairs):
+            break
+    ordered = sorted(trial.found.values(), key=lambda one: -one[0])
+    return [mirror for _, mirror in ordered]
+
+
+class _Trial:
+    """The images of some draws that have a share of the mass, by their signs in ``apart``."""
+
+    def __init__(self, target: Target, draws: Tensor, apart: Tensor) -> None:
+        rows = torch.linspace(0, len(draws) - 1, MIRROR.num_tried, device=draws.device).long()
+        self._target, self._apart, self._draws = target, apart, draws[rows]
+        self._before = _log_prob(target, self._draws)
+        rounding = torch.finfo(draws.dtype).eps * self._before.abs()
+        self._tolerance = SYMMETRY.absolute + rounding
+        #: Logarithm of the ratio of image and mode, and mirror.
+        self.found: dict[tuple[bool, ...], tuple[float, Mirror]] = {}
+        self._known: set[bytes] = set()
+
+    def add(self, mirrors: Iterable[Mirror]) -> bool:
+        """Try reflections that were not tried before; return whether one was found."""
+        new = {}
+        for mirror in mirrors:
+            flips = mirror.signs < 0
+            code = flips.cpu().numpy().tobytes()
+            if (flips & self._apart).any() and code not in self._known:
+                self._known.add(code)
+                new[code] = mirror
+        some, at_once = list(new.values()), max(1, MAX_ENTRIES // self._draws.numel())
+        before = len(self.found)
+        for part in (some[i : i + at_once] for i in range(0, len(some), at_once)):
+            moved = torch.cat([mirror.signs * self._draws for mirror in part])
+            changes = _log_prob(self._target, moved).reshape(len(part), -1) - self._before
+            for mirror, change in zip(part, changes.nan_to_num(nan=-math.inf), strict=True):
+                self._judge(mirror, change)
+        return len(self.found) > before
+
+    def _judge(self, mirror: Mirror, change: Tensor) -> None:
+        if (change.abs() <= self._tolerance).all():
+            return
+        ratio = log_mean_exp(change.double()).item()
+        key = tuple((mirror.signs[self._apart] < 0).tolist())
+        if ratio > max(math.log(MIRROR.least_share), self.found.get(key, (-math.inf,))[0]):
+            self.found[key] = ratio, mirror
 
 
 @torch.no_grad()
-def with_images(target: Target, draws: Tensor) -> tuple[Tensor, list[Image]]:
-    """Return draws of all modes that are mirror images of those of some draws.
+def with_images(target: Target, draws: Tensor) -> tuple[Tensor, Images | None]:
+    """Return draws of a mode and of its mirror images, each with its share.
+
+    The mode is the one of most draws. Draws at its images give way to images of its draws; draws at
+    other places stay as they are.
 
     :param target: the posterior.
-    :param draws: right within each mode, ``(num_draws, latent_dim)``. Neighbours stay neighbours.
-    :returns: as many draws, and the images that were found. Draws stay as they are where weights
-        are unreliable.
+    :param draws: draws, correct within the mode, ``(num_draws, latent_dim)``.
+    :returns: as many draws, and the images, if any. The draws are the given ones if there are no
+        images, or if the weights are unreliable.
     """
-    images = []
-    for mirror in find_mirrors(target, draws):
-        change = _log_prob(target, mirror.signs * draws) - _log_prob(target, draws)
-        change = change.double().nan_to_num(nan=-math.inf)
-        weights = LogWeights(softplus(change))
-        share = (weights.shares * change.sigmoid()).sum().item()
-        if share < MIRROR.least_share:
-            continue
-        is_left = draws[:, mirror.key] < 0
-        sides = [change[side] for side in (is_left, ~is_left)]
-        large = [one for one in sides if len(one) > MIRROR.least_side * len(draws)]
-        left = torch.where(is_left, (-change).sigmoid(), change.sigmoid())
-        moved = abs((weights.shares * left).sum().item() - is_left.double().mean().item())
-        parts = [LogWeights(softplus(one)) for one in large]
-        images.append(Image(mirror, share, moved, parts, weights.efficiency))
-        if images[-1].is_reliable:
-            with seeded(0, draws.device):  # continued chains repeat it
-                rows = systematic(weights.shares, len(draws))
-                moves = torch.rand_like(change) < change[rows].sigmoid()
-            draws = draws[rows] * torch.where(moves.unsqueeze(-1), mirror.signs, 1.0).to(draws)
-    return draws, images
+    apart = _apart(draws)
+    if target.sampled or not apart.any():
+        return draws, None
+    patterns, pattern, counts = (draws[:, apart] > 0).unique(
+        dim=0, return_inverse=True, return_counts=True
+    )
+    largest = int(counts.argmax())
+    mode = draws[pattern == largest]
+    mirrors = find_mirrors(target, mode)
+    if not mirrors:
+        return draws, None
+    before = _log_prob(target, mode)
+    changes = [_log_prob(target, one.signs * mode) - before for one in mirrors]
+    log_ratios = torch.stack([torch.zeros_like(before), *changes], -1)
+    log_ratios = log_ratios.double().nan_to_num(nan=-math.inf)
+    weights = LogWeights(log_ratios.logsumexp(-1))
+    shares = weights.shares @ log_ratios.softmax(-1)
+    signs = torch.stack([torch.ones_like(mode[0]), *(one.signs for one in mirrors)])
+    # The draws at each image, and in the mode itself.
+    images = (patterns[largest] == (signs[:, apart] > 0)).unsqueeze(1) == patterns
+    at_image = images.all(-1)[:, pattern]
+    known = at_image.any(0)
+    now = at_image.double().sum(-1) / known.sum()
+    if not (shares[1:] > MIRROR.least_share).any():
+        return draws, None
+    kept = (len(mode) * weights.efficiency + (~known).sum().item()) / len(draws)
+    moved = (shares - now).abs().max().item()
+    found = Images(mirrors, shares[1:].tolist(), weights, moved, kept)
+    if not found.is_reliable:
+        return draws, found
+    with seeded(0, draws.device):  # so that `refine_more` repeats it
+        rows = systematic(weights.shares, int(known.sum()))
+        member = log_ratios[rows].softmax(-1).multinomial(1).squeeze(-1)
+    changed = draws.clone()
+    changed[known] = mode[rows] * signs[member]
+    return changed, found
+
+
+def _apart(draws: Tensor) -> Tensor:
+    """Return whether coordinates have a gap without draws around 0, ``(latent_dim,)``."""
+    size = draws.abs()
+    sd = size.std(0)
+    nearest = size.kthvalue(1 + int(MIRROR.gap_share * len(size)), 0).values
+    return (size.mean(0) > MIRROR.separation * sd) & (nearest > MIRROR.gap * sd) & (sd > 0)
 
 
 def _log_prob(target: Target, latent: Tensor) -> Tensor:
@@ -171,7 +226,7 @@ def _log_prob(target: Target, latent: Tensor) -> Tensor:
 
 
 def _candidates(target: Target) -> Iterator[Mirror]:
-    """Yield reflections of few blocks first: whole sites, those of a loop together, and units."""
+    """Yield reflections of whole sites, those of a loop together, and of single units."""
     real = {
         name
         for name, prior in target.priors.items()
@@ -180,14 +235,15 @@ def _candidates(target: Target) -> Iterator[Mirror]:
     places, blocks = target.places, dict[int, dict[str, Tensor]]()
     for names in target.groups:
         if real.issuperset(names):
-            label = " and ".join(f"'{name}'" for name in (names[:1] + names[1:][-1:]))
+            label = f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}'"
             index = torch.cat([places[name].flatten() for name in names])
             blocks.setdefault(1, {})[label] = index.unsqueeze(0)
-        for name in real.intersection(names):
+        for name in filter(real.__contains__, names):
             for dim, length in enumerate(places[name].shape):
                 if 1 < length <= MIRROR.max_tried:
                     units = places[name].movedim(dim, 0).reshape(length, -1)
-                    blocks.setdefault(length, {})[f"'{name}'"] = units
+                    where = f" of dimension {dim}" if places[name].dim() > 1 else ""
+                    blocks.setdefault(length, {})[f"'{name}'{where}"] = units
     for length, some in sorted(blocks.items()):
         for chosen in _subsets(list(some.items()), MIRROR.max_tried // length):
             for unit in range(length):
@@ -199,11 +255,6 @@ def _candidates(target: Target) -> Iterator[Mirror]:
 
 
 def _subsets(blocks: list[T], most: int) -> Iterator[tuple[T, ...]]:
-    """Yield subsets of blocks, small ones first; of too many, small ones and the whole."""
-    number = 0
-    for size in range(1, len(blocks)):
-        for chosen in combinations(blocks, size):
-            if (number := number + 1) >= most:
-                break
-            yield chosen
-    yield tuple(blocks)
+    """Yield single blocks, all of them, and then pairs and so on, up to a number of subsets."""
+    sizes = dict.fromkeys([1, len(blocks), *range(2, len(blocks))])
+    yield from islice((one for size in sizes for one in combinations(blocks, size)), max(1, most))

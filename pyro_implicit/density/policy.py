@@ -498,21 +498,26 @@ class MirrorPolicy:
     """Reflections under which a posterior changes by a few nats. Checked by
     ``tests/density/test_mirrors.py``."""
 
-    #: Mean distance of a coordinate from 0 in its own sds, beyond which its image is another mode:
-    #: of normal draws, one in a thousand lies between.
+    #: Mean distance of a coordinate from 0, in its own sds, from which it may tell images apart.
     separation: float = 3.0
+
+    #: Distance from 0 in the same unit within which, between the images, there is a gap.
+    gap: float = 0.5
+
+    #: Share of the draws that may lie in the gap.
+    gap_share: float = 1e-3
 
     #: Draws at which each reflection is tried.
     num_tried: int = 16
 
-    #: Reflections that are tried, at most: all subsets of nine sites.
+    #: Reflections that are tried, at most: with more than nine sites not all subsets.
     max_tried: int = 512
+
+    #: Images, at most, that are added; of more, some may be unknown.
+    most_images: int = 16
 
     #: Share of the mass below which an image is left out.
     least_share: float = 1e-3
-
-    #: Share of the draws on one side of a reflection up to which their weights are not judged.
-    least_side: float = 0.1
 
 
 RUNS = RunPolicy()

@@ -79,15 +79,15 @@ def diagnose(
     * *Short HMC* from the draws, which leaves the posterior unchanged. Tails, ridges and necks that
       the guide misses fill again.
     * *Modes*: whether all modes that carry mass have draws.
-      :func:`~pyro_implicit.density.find_modes` searches for them from draws of the prior. With
-      any number of latent variables, mirror images of the draws are tried.
+      :func:`~pyro_implicit.density.find_modes` searches for them from draws of the prior. Mirror
+      images of the draws are tried for any number of latent variables.
 
     The limits of the verdict are the fields of :class:`~pyro_implicit.diagnostics.VerdictPolicy`:
 
     * "do not trust": k-hat exceeds 0.7, a significant error exceeds 0.25 standard deviations in a
       mean or a factor of 1.25 in a standard deviation, a mode has no draws, the draws have
       collapsed, more than 5 % of the chains of short HMC end beyond all of the guide's draws, or
-      as much of the mass lies at a mirror image that lacks draws.
+      the share of a mirror image is wrong by more than 5 %.
     * "check": the same quantities exceed 0.5, 0.1, 1.08 and 2 %; the kernel test rejects
       (p < 0.003, for all latents or for one site); the checks lack power ("cannot tell");
       ``loss`` exceeds the bound by more than half a nat; there is no density; or chains never

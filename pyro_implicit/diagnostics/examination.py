@@ -123,7 +123,10 @@ def examine(
             )
     if isinstance(modes, str):
         modes = search_modes(target, effort.search_iterations)
-    images = () if observed is not None else with_images(target, found.points)[1]
+    images = None
+    if observed is None:
+        with suppress(*BAD_DRAWS):  # the model may fail at an image
+            _, images = with_images(target, found.points)
     coverage = gap = None
     if modes is not None:
         # The Gaussian default overstates the volume of a guide with many modes.
@@ -141,7 +144,7 @@ def examine(
         left_out=found.left_out,
         skipped=skipped,
         improper=endless_scales(target, found.points),
-        images=tuple((str(one), one.moved) for one in images),
+        images=images,
         **_known(guide),
     )
 

@@ -212,8 +212,8 @@ class VerdictPolicy:
     least_effective: float = CHAINS.stopping.least_usable
 
     #: Share of chains of short HMC that leave the guide's draws behind. It counts only if
-    #: chance would give it in fewer than ``false_alarm`` of all cases. The same of the mass that
-    #: draws lack at a mirror image, beyond ``num_errors`` standard errors.
+    #: chance would give it in fewer than ``false_alarm`` of all cases. Also the limits of the error
+    #: of the share of a mirror image, less ``num_errors`` standard errors.
     escaped: Thresholds = Thresholds(0.02, 0.05)
 
     #: Share of draws of an update beyond all draws to which its prior was fitted, or one minus
@@ -228,8 +228,8 @@ class VerdictPolicy:
     #: Nats by which an objective may exceed the bound.
     gap: float = 0.5
 
-    #: Standard errors that this difference must exceed, too, and by which coverage of held-out rows
-    #: must differ from its probability.
+    #: Standard errors that this difference, an error of coverage of held-out rows, or an error of
+    #: the share of a mirror image must exceed.
     num_errors: float = 3.0
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal, NamedTuple
 
+from pyro_implicit.density.mirrors import Images
 from pyro_implicit.diagnostics.checks import DriftCheck, ModeCoverage, SteinCheck
 from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.policy import (
@@ -62,8 +63,7 @@ class Diagnosis(Printed):
     :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
     :ivar coverage: coverage of the modes that were found or given; None without modes.
-    :ivar images: mirror images of the draws that are further modes, in words, and the share of the
-        mass by which the draws of both sides are wrong.
+    :ivar images: mirror images of the draws that are further modes; None if there are none.
     :ivar settled: whether the draws are of settled chains or resampled by reliable weights, so that
         they need no density.
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
@@ -99,7 +99,7 @@ class Diagnosis(Printed):
     drift: DriftCheck | None = None
     gap: tuple[float, float] | None = None
     coverage: ModeCoverage | None = None
-    images: tuple[tuple[str, float], ...] = ()
+    images: Images | None = field(default=None, repr=False)
     broken: str = ""
     settled: bool = False
     modes_weighed: bool = False
@@ -439,10 +439,17 @@ def _loose_objective(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _lost_images(found: Diagnosis) -> Iterator[Finding]:
-    for image, share in found.images:
-        noise = found.policy.num_errors / math.sqrt(4 * found.num_samples)
-        reason = f"{image}, and {share:.0%} of the draws should lie on its other side"
-        yield from _judge(found.policy.escaped, share - noise, reason, "refine, which adds images")
+    images = found.images
+    if images is None:
+        return
+    if not images.is_reliable:
+        if not found.doubts:  # which say so of chains
+            reason = f"{images}, but these weights are unreliable"
+            yield Finding("check", reason, "chains that start at all images, or NUTS")
+        return
+    noise = found.policy.num_errors / math.sqrt(4 * found.num_samples)
+    reason = f"{images}: the share of the draws at one of them is wrong by {images.moved:.0%}"
+    yield from _judge(found.policy.escaped, images.moved - noise, reason, "refine, which adds them")
 
 
 def _lost_modes(found: Diagnosis) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -14,7 +15,8 @@ from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import beyond_resolution
-from pyro_implicit.density.mirrors import Image, with_images
+from pyro_implicit.density.mirrors import Images, with_images
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import ArvizExport
@@ -113,9 +115,10 @@ class Refined(Printed, ArvizExport):
         dtype, in words; else empty.
     :ivar modes: A note on separate modes.
     :ivar images: Mirror images of the draws that are further modes, in words; else empty. If their
-        weights are reliable, they are among the draws (:mod:`pyro_implicit.density.mirrors`).
-    :ivar kept: The share of independent draws that remains after these weights.
-    :ivar lost: Images that unreliable weights could not add, in words; else empty.
+        weights are reliable, they are among the draws (:mod:`pyro_implicit.density.mirrors`), which
+        are then resampled: a draw may belong to another chain.
+    :ivar kept: The share of independent draws that these weights leave.
+    :ivar lost: The images if the weights are unreliable, in words; else empty.
     :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
@@ -277,7 +280,7 @@ class Refined(Printed, ArvizExport):
         if self.unresolved:
             found.append(f"{self.unresolved}: mass beyond is lost")
         if self.lost:
-            found.append(f"{self.lost}, which the draws lack")
+            found.append(f"{self.lost}, and these weights are unreliable: the draws lack them")
         if self.stuck:
             found.append(f"{self.stuck} of {self.num_chains} chains never moved")
         if not KERNELS[self.kernel].exact:
@@ -365,12 +368,12 @@ def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Re
     space.check(chains.points)
     latents = chains.history.draws().transpose(0, 1).contiguous()
     is_stuck = (latents == latents[:, :1]).flatten(1).all(-1) & chains.has_draws
+    images: Images | None = None
+    if has_images and not is_stuck.all():
+        with suppress(*IMPOSSIBLE):  # of the model at an image: the draws stay
+            latents, images = _add_images(space.target, latents, is_stuck, chains.symmetries)
     if chains.symmetries:
         latents = _shuffled(latents, chains.symmetries)
-    images: list[Image] = []
-    if has_images and len(latents):
-        found, images = with_images(space.target, latents.flatten(0, 1))
-        latents = found.reshape(latents.shape)
     if stuck := int(is_stuck.sum()):
         warn_user(
             f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
@@ -395,12 +398,32 @@ def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Re
         trajectory_length=chains.adaptation.trajectory_length,
         stuck=stuck,
         unresolved=_unresolved(space.target, latents.flatten(0, 1)),
-        modes=" ".join([KEPT, *(f"But {one}." for one in images)]),
-        images="; ".join(map(str, images)),
-        kept=math.prod(image.efficiency for image in images if image.is_reliable),
-        lost="; ".join(str(image) for image in images if not image.is_reliable),
+        **_notes(images),
         policy=chains.policy.stopping,
     )
+
+
+def _add_images(
+    target: Target, latents: Tensor, is_stuck: Tensor, symmetries: Symmetries | None
+) -> tuple[Tensor, Images | None]:
+    """Add mirror images to the draws of chains that moved, ``(num_chains, num_draws, d)``."""
+    moving = latents[~is_stuck]
+    if symmetries:  # images are those of one copy
+        moving = symmetries.finite().ordered(moving)
+    found, images = with_images(target, moving.flatten(0, 1))
+    if images is not None and images.is_reliable:
+        latents = latents.clone()
+        latents[~is_stuck] = found.reshape(moving.shape)
+    return latents, images
+
+
+def _notes(images: Images | None) -> dict[str, Any]:
+    if images is None:
+        return {"modes": KEPT}
+    if not images.is_reliable:
+        return {"modes": KEPT, "images": str(images), "lost": str(images)}
+    note = f"{KEPT} But {images}, and draws were reflected to them."
+    return {"modes": note, "images": str(images), "kept": images.kept}
 
 
 def collect_annealed(

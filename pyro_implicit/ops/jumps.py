@@ -46,9 +46,11 @@ def jump_share(white: Tensor, score: Score, generator: torch.Generator | None = 
         return (other.log_density - one.log_density - slope).abs().nan_to_num(0.0)
 
     def moved(one: ChainState) -> Tensor:
-        # Far out, where gradients are large, the rounding of a position moves the density.
-        size = (one.position.abs() + JUMPS.step) * one.gradient.abs()
-        return JUMPS.num_roundings * size.sum(-1).nan_to_num(0.0, 0.0, 0.0)
+        # Far out, where gradients are large, rounding of a position changes the log-density. In
+        # double precision, as gradients up to 1e38 times positions overflow.
+        size = (one.position.abs() + JUMPS.step).double() * one.gradient.abs()
+        size = JUMPS.num_roundings * size.sum(-1)
+        return torch.where(one.log_density.isinf(), 0.0, size).nan_to_num(0.0, torch.inf, 0.0)
 
     way = torch.randn(white.shape, generator=generator, dtype=white.dtype, device=white.device)
     way = JUMPS.step * way / way.norm(dim=-1, keepdim=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.density.mirrors import find_mirrors, with_images
+from pyro_implicit.mcmc.refined import _add_images
 
 
 def squared(y: Tensor) -> None:
@@ -23,28 +24,29 @@ def squared(y: Tensor) -> None:
     pyro.sample("y", dist.Normal(x**2, 2.0), obs=y)
 
 
+Y = torch.tensor(9.0)
 GRID = torch.linspace(-6.0, 6.0, 12_001, dtype=torch.float64)
-LOG_PROB = dist.Normal(1.0, 3.0).log_prob(GRID) + dist.Normal(GRID**2, 2.0).log_prob(
-    torch.tensor(9.0)
-)
+LOG_PROB = dist.Normal(1.0, 3.0).log_prob(GRID) + dist.Normal(GRID**2, 2.0).log_prob(Y)
 EXACT = LOG_PROB.softmax(0)
 SHARE = EXACT[GRID < 0].sum().item()
 
 
 def draws_of(share: float, number: int = 20_000) -> Tensor:
-    """Draws that are right within both modes, of which the negative one has another share."""
+    """Draws that are correct within both modes, of which the negative one has another share."""
     sides = [(EXACT * side) / (EXACT * side).sum() for side in (GRID > 0, GRID < 0)]
     weights = (1 - share) * sides[0] + share * sides[1]
     return GRID[weights.multinomial(number, replacement=True)].unsqueeze(-1).float()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.4, 0.6, 1.0])
 def test_draws_of_any_share_become_draws_of_the_posterior(share):
     torch.manual_seed(0)
-    target = Target(squared, torch.tensor(9.0))
-    found, (image,) = with_images(target, draws_of(share))
-    assert image.mirror.name == "'x'" and image.is_reliable
+    found, images = with_images(Target(squared, Y), draws_of(share))
+    assert [mirror.name for mirror in images.mirrors] == ["'x'"] and images.is_reliable
     assert 0.2 < SHARE < 0.4
+    assert images.shares[0] == pytest.approx(SHARE if share < 0.5 else 1 - SHARE, abs=0.015)
+    assert images.moved == pytest.approx(abs(share - SHARE), abs=0.015)
+    assert images.kept == pytest.approx(max(share, 1 - share), abs=0.05)
     assert (found < 0).double().mean().item() == pytest.approx(SHARE, abs=0.015)
     for side in (GRID > 0, GRID < 0):
         own = EXACT * side / (EXACT * side).sum()
@@ -52,38 +54,89 @@ def test_draws_of_any_share_become_draws_of_the_posterior(share):
         sd = math.sqrt((own * (GRID - mean) ** 2).sum().item())
         assert some.mean().item() == pytest.approx(mean, abs=0.05 * sd)
         assert some.std().item() == pytest.approx(sd, rel=0.03)
-    if share != 0.5:  # all images are in the other mode
-        assert image.share == pytest.approx(1 - SHARE if share else SHARE, abs=0.01)
 
 
-def test_one_mode_and_exact_symmetries_have_no_mirrors():
-    def model():
-        pyro.sample("near", dist.Normal(0.2, 1.0))
-        pyro.sample("far", dist.Normal(5.0, 1.0))
-        pyro.sample("scale", dist.LogNormal(3.0, 0.1))
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Normal(3.2, 1.0),
+        dist.Normal(5.0, 1.0),
+        dist.StudentT(5.0, 4.2, 1.0),
+        dist.StudentT(3.0, 8.0, 1.0),
+        dist.Gumbel(4.0, 1.0),
+    ],
+)
+def test_draws_of_one_mode_stay_as_they_are(fn):
+    target = Target(lambda: pyro.sample("x", fn))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        draws = fn.sample((5_000, 1))
+        found, images = with_images(target, draws)
+        assert found is draws and images is None
 
-    target = Target(model)
-    assert find_mirrors(target, target.sample_prior(500)) == []
 
+def test_exact_symmetries_have_no_mirrors():
     def product():
         a, b = (pyro.sample(name, dist.Normal(0.0, 1.0)) for name in "ab")
         pyro.sample("y", dist.Normal(a * b, 0.1), obs=torch.tensor(4.0))
 
-    near_one = 2.0 + 0.05 * torch.randn(500, 2)
-    assert find_mirrors(Target(product), near_one) == []
+    assert find_mirrors(Target(product), 2.0 + 0.05 * torch.randn(500, 2)) == []
 
 
-def test_units_and_loops_are_reflected_by_themselves():
+def test_several_images_of_one_mode():
+    """The image of two signs holds most of the mass, and that of one of them little."""
+    modes = torch.tensor([[3.0, 3.0], [-3.0, 3.0], [-3.0, -3.0]])
+    shares = torch.tensor([0.1, 0.02, 0.88])
+
+    def model():
+        a, b = (pyro.sample(name, dist.Normal(0.0, 100.0)) for name in "ab")
+        away = torch.stack([a, b], -1).unsqueeze(-2) - modes
+        pyro.factor("modes", (shares.log() - 8 * away.square().sum(-1)).logsumexp(-1))
+
+    torch.manual_seed(0)
+    found, images = with_images(Target(model), 3.0 + 0.25 * torch.randn(20_000, 2))
+    assert [mirror.name for mirror in images.mirrors] == ["'a' and 'b'", "'a'"]
+    assert images.shares == pytest.approx([0.88, 0.02], abs=0.01)
+    for mode, share in zip(modes, shares, strict=True):
+        near = ((found - mode).abs() < 1.5).all(-1)
+        assert near.double().mean().item() == pytest.approx(share.item(), abs=0.01)
+
+
+def test_few_draws_at_an_image_do_not_replace_those_of_the_mode():
+    """A few chains are at the smaller mode, which is narrower."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 100.0))
+        parts = dist.Normal(10.0, 1.0).log_prob(x), dist.Normal(-10.0, 0.3).log_prob(x)
+        parts = math.log(0.995) + parts[0], math.log(0.005) + parts[1]
+        pyro.factor("modes", torch.logaddexp(*parts))
+
+    torch.manual_seed(0)
+    draws = torch.cat([10.0 + torch.randn(9_500, 1), -10.0 + 0.3 * torch.randn(500, 1)])
+    found, images = with_images(Target(model), draws)
+    assert images.is_reliable and images.shares[0] == pytest.approx(0.005, abs=0.003)
+    right = found[found > 0]
+    assert right.std().item() == pytest.approx(1.0, abs=0.03)
+    assert len(right.unique()) > 0.6 * len(right)
+
+
+def test_units_dimensions_and_loops_are_reflected_by_themselves():
     def model():
         with pyro.plate("units", 3):
             x = pyro.sample("x", dist.Normal(torch.tensor([0.1, 4.0, 0.0]), 1.0))
         a, b = (pyro.sample(f"a_{i}", dist.Normal(0.1, 1.0)) for i in range(2))
-        pyro.sample("square", dist.Normal(x[0] ** 2, 0.1), obs=torch.tensor(9.0))
-        pyro.sample("product", dist.Normal(a * b, 0.1), obs=torch.tensor(9.0))
+        square = pyro.sample("square", dist.Normal(0.1, 1.0).expand([2, 2]).to_event(2))
+        pyro.sample("of_x", dist.Normal(x[0] ** 2, 0.1), obs=Y)
+        pyro.sample("of_a", dist.Normal(a * b, 0.1), obs=Y)
+        rows = square[..., :, 0] * square[..., :, 1]
+        pyro.sample("of_rows", dist.Normal(rows, 0.1).to_event(1), obs=Y.expand(2))
 
-    draws = torch.tensor([3.0, 4.0, 0.0, 3.0, 3.0]) + 0.05 * torch.randn(200, 5)
-    names = [mirror.name for mirror in find_mirrors(Target(model), draws)]
-    assert names == ["unit 0 of 'x'", "'a_0' and 'a_1'"]
+    draws = torch.tensor([3.0, 4.0, 0.0] + [3.0] * 6) + 0.02 * torch.randn(400, 9)
+    found = find_mirrors(Target(model), draws)
+    rows = {f"unit {i} of 'square' of dimension 0" for i in range(2)}
+    assert {"'a_0' to 'a_1'", "unit 0 of 'x'", "'square'", *rows} < {one.name for one in found}
+    signs = {tuple(mirror.signs.tolist()) for mirror in found}
+    assert len(signs) == len(found) == 2**4 - 1  # each of the four by itself, and all together
 
 
 def other_shape(y: Tensor) -> None:
@@ -96,44 +149,55 @@ def other_shape(y: Tensor) -> None:
 
 def test_images_that_weights_cannot_add_are_doubted():
     torch.manual_seed(0)
-    target = Target(other_shape, torch.tensor(9.0))
     draws = torch.cat([3.0 + 0.17 * torch.randn(4_000, 1), torch.randn(4_000, 3)], -1)
-    found, (image,) = with_images(target, draws)
-    assert not image.is_reliable and torch.equal(found, draws)
+    found, images = with_images(Target(other_shape, Y), draws)
+    assert not images.is_reliable and found is draws
     start = {"x": draws[:64, 0], "z": draws[:64, 1:]}
-    refined = refine(
-        other_shape, start, torch.tensor(9.0), num_chains=64, max_gradients=1_000, progress=False,
-        seed=0,
-    )  # fmt: skip
-    assert "other signs of 'x' holds" in refined.lost
-    assert any(doubt.endswith("which the draws lack") for doubt in refined.doubts)
+    options = {"num_chains": 64, "max_gradients": 1_000, "progress": False, "seed": 0}
+    refined = refine(other_shape, start, Y, **options)
+    assert "at the reflection of 'x'" in refined.lost and refined.kept == 1.0
+    assert any(doubt.endswith("the draws lack them") for doubt in refined.doubts)
+    for guide in (refined, {"x": draws[:2_000, 0], "z": draws[:2_000, 1:]}):
+        reasons = [
+            one
+            for one in diagnose(other_shape, guide, Y, modes=None, progress=False).findings
+            if "mirror images" in one.reason
+        ]
+        assert [one.verdict for one in reasons] == ["check"]
 
 
 def test_diagnose_tells_of_images_that_draws_lack():
     torch.manual_seed(0)
-    y = torch.tensor(9.0)
-    for share, verdict in ((0.0, "do not trust"), (SHARE, "check"), (SHARE - 0.15, "do not trust")):
+    for share, verdict in ((0.0, "do not trust"), (SHARE, ""), (SHARE - 0.15, "do not trust")):
         x = draws_of(share, 2_000)[:, 0]
-        found = diagnose(squared, {"x": x}, y, modes=None, progress=False, seed=0)
-        ((image, moved),) = found.images
-        assert moved == pytest.approx(abs(SHARE - share), abs=0.04)
-        reasons = [one.reason for one in found.findings if "mirror image" in one.reason]
-        assert len(reasons) == (share != SHARE) and all(image in reason for reason in reasons)
-        assert found.verdict == verdict  # stored draws without weights are checked
+        found = diagnose(squared, {"x": x}, Y, modes=None, progress=False, seed=0)
+        assert found.images.moved == pytest.approx(abs(SHARE - share), abs=0.04)
+        reasons = [one for one in found.findings if "mirror images" in one.reason]
+        assert [one.verdict for one in reasons] == [verdict] * bool(verdict)
 
 
 def test_chains_of_one_mode_are_draws_of_both():
-    y = torch.tensor(9.0)
+    torch.manual_seed(0)
     start = {"x": 3.0 + 0.1 * torch.randn(64)}
-    refined = refine(squared, start, y, num_chains=64, max_gradients=1_000, progress=False, seed=0)
+    refined = refine(squared, start, Y, num_chains=64, max_gradients=1_000, progress=False, seed=0)
     x = refined.get_samples()["x"]
     assert (x < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
-    assert "other signs of 'x' holds" in refined.modes and not refined.lost
-    assert 0.9 < refined.kept < 1.0  # the weights are nearly even
+    assert "at the reflection of 'x'" in refined.modes and not refined.lost
+    assert 0.9 < refined.kept <= 1.0  # the weights are nearly even
     half = replace(refined, kept=0.5).as_guide().num_independent
     assert half == pytest.approx(refined.drift.num_effective / 2, rel=1e-3)
     again = refined.refine_more(max_gradients=200, progress=False).get_samples()["x"]
     assert (again < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
+
+
+def test_chains_that_never_moved_keep_their_draws():
+    torch.manual_seed(0)
+    latents = draws_of(0.0, 800).reshape(8, 100, 1)
+    latents[3] = 2.5
+    is_stuck = (latents == latents[:, :1]).flatten(1).all(-1)
+    found, images = _add_images(Target(squared, Y), latents, is_stuck, None)
+    assert images.is_reliable and (found[3] == 2.5).all()
+    assert (found < 0).double().mean().item() == pytest.approx(SHARE, abs=0.07)
 
 
 def test_a_fit_of_many_latents_has_both_modes():
@@ -148,14 +212,15 @@ def test_a_fit_of_many_latents_has_both_modes():
             pyro.sample("votes", dist.Bernoulli(logits=logits), obs=votes)
 
     generator = torch.Generator().manual_seed(0)
-    position, slope = torch.randn(100, 1, generator=generator), 2.0 + torch.rand(10)
-    chance = (position * slope * torch.tensor([1.0, -1.0]).repeat(5)).sigmoid()
+    position = torch.randn(100, 1, generator=generator)
+    chance = (position * 2.5 * torch.tensor([1.0, -1.0]).repeat(5)).sigmoid()
     votes = torch.bernoulli(chance, generator=generator)
     result = fit(model, "auto", votes, seed=0, progress=False)
     draws = result.sample(4_000)
-    # The prior of the first position alone tells the modes apart.
     first, sign = draws["x"][:, 0], draws["slope"][:, 0].sign()
-    assert (sign > 0).double().mean().item() == pytest.approx(
-        torch.sigmoid(first * sign).mean().item(), abs=0.05
-    )
-    assert "mirror image" in str(result)
+    # The rest of the model is even: of size s, the first position has the sign of the mode or the
+    # other one with odds exp(s), exp(-s) over 2 (its prior mean is 0.5).
+    expected = torch.sigmoid(first * sign).mean().item()
+    share = (sign > 0).double().mean().item()
+    assert 0.1 < expected < 0.9 and share == pytest.approx(expected, abs=0.05)
+    assert "mirror images hold mass" in str(result)

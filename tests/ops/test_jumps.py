@@ -38,6 +38,12 @@ def test_rounding_of_positions_is_no_jump():
 
     assert jump_share(draws, score) == 0.0
 
+    def steeper(points):  # whose gradients times positions overflow
+        value, slope = score(points)
+        return 1e31 * value, 1e31 * slope
+
+    assert jump_share(100 * draws, steeper) == 0.0
+
 
 @pytest.mark.parametrize("outside", [0.0, torch.nan])
 @pytest.mark.parametrize(("shape", "jumps"), [(1.0, True), (3.0, False)])
