@@ -250,8 +250,8 @@ class StickBreaking(StickBreakingTransform):
     one minus a sum. In float32, the remainder is then at least about 1e-7, which cuts the tails of
     small shares off, such as those of a Dirichlet with concentrations below one. Here the remainder
     is a product of :math:`\sigma(-\cdot)`, and a sum of the later shares in the inverse. Torch's
-    log-determinant is a function of the shares. It ends where they underflow, so that the density
-    of a Dirichlet of small concentrations has an endless flat tail. Here it is one of x:
+    log-determinant is a function of the shares. It stops changing where shares underflow, which
+    makes the tail of a Dirichlet of small concentrations flat. Here it is a function of x:
 
     .. math:: \log |\det J| = \sum_k \log z_k + \log (1 - z_k) + \sum_{j < k} \log (1 - z_j).
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent variables whose priors have no variance, in coordinates in which their tails are short."""
+"""Unconstrained coordinates with exponential tails, for priors without a variance."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Transform, TransformedDistribution, biject_to, constraints
 
+from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import innermost_support
@@ -76,7 +79,7 @@ def _(constraint: _ShortTailed) -> Transform:
 
 
 def find_tails(target: Target) -> dict[str, Tails]:
-    """Return the latent variables whose priors have no variance and do not depend on others.
+    """Return location and scale of priors without a variance that do not depend on other latents.
 
     **Example:**
 
@@ -90,14 +93,16 @@ def find_tails(target: Target) -> dict[str, Tails]:
     {'x': Tails(loc=tensor(0.), scale=tensor(2.5000))}
 
     :param target: the posterior.
-    :returns: by site.
+    :returns: by site. There are none if the model runs at no draw of the prior.
     """
     found = {name: tails for name, fn in target.priors.items() if (tails := _tails_of(fn))}
     with same_streams():
-        for draw in target.sample_prior(1) if found else ():
-            other = target.trace_at(draw).nodes
-            moved = {name: _tails_of(other[name]["fn"]) for name in found if name in other}
-            return {n: tails for n, tails in found.items() if _are_equal(tails, moved.get(n))}
+        for _ in range(RUNS.max_retries if found else 0):
+            with suppress(*IMPOSSIBLE):
+                (draw,) = target.sample_prior(1)
+                other = target.trace_at(draw).nodes
+                moved = {name: _tails_of(other[name]["fn"]) for name in found if name in other}
+                return {n: tails for n, tails in found.items() if _are_equal(tails, moved.get(n))}
     return {}
 
 
@@ -139,11 +144,14 @@ class _WithShortTails(Messenger):
 
 
 def _shortened(fn: Any, tails: Tails) -> Any:
-    """Return the same distribution, whose innermost elements have another support."""
+    """Return the same distribution, whose innermost elements have another support.
+
+    Other families stay as they are: the prior of another model, or one that is changed already.
+    """
     fn = copy.copy(fn)
     if _has_base(fn):
         fn.base_dist = _shortened(fn.base_dist, tails)
-    else:
+    elif type(fn) in _FAR:
         fn.support = _ShortTailed(tails)
         fn.__class__ = _FAR[type(fn)]
     return fn
@@ -156,17 +164,28 @@ def _log_prob(fn: Any, value: Tensor, df: Tensor) -> Tensor:
     return normaliser - fn.scale.log() - (df + 1) * distance.log()
 
 
-class _FarCauchy(Cauchy):
+class _Far:
+    """Keeps the support of an instance, which torch's ``expand`` loses."""
+
+    support: Any
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        found = super().expand(batch_shape, _instance)  # type: ignore[misc]
+        found.support = self.support
+        return found
+
+
+class _FarCauchy(_Far, Cauchy):
     def log_prob(self, value: Tensor) -> Tensor:
         return _log_prob(self, value, torch.ones_like(self.scale))
 
 
-class _FarStudentT(StudentT):
+class _FarStudentT(_Far, StudentT):
     def log_prob(self, value: Tensor) -> Tensor:
         return _log_prob(self, value, self.df)
 
 
-#: By class, the one whose log-density reaches as far as its coordinate.
+#: Subclasses whose log-density does not overflow in float32.
 _FAR: dict[type, type] = {Cauchy: _FarCauchy, StudentT: _FarStudentT}
 
 
@@ -179,8 +198,9 @@ def _tails_of(fn: Any) -> Tails | None:
 
 def _common(values: Tensor) -> Tensor:
     """Return one number for all elements if they are equal."""
-    first = values.detach().flatten()[:1].squeeze(0)
-    return first if bool((values == first).all()) else values.detach()
+    values = values.detach().clone()  # of a parameter, training changes the memory
+    first = values.flatten()[:1].squeeze(0)
+    return first if bool((values == first).all()) else values
 
 
 def _has_base(fn: Any) -> bool:

@@ -595,7 +595,7 @@ def _fit_batches(
     if target.unplated and isinstance(guide, str):
         stages.declare_events(target.unplated)
         target = make_target()
-    # Of rows, each minibatch has other ones.
+    # Each minibatch has other rows, so that latents of single rows keep Pyro's coordinates.
     if isinstance(guide, str) and not may_be_local and (tails := find_tails(target)):
         stages.declare_tails(tails)
         target = make_target()

@@ -174,6 +174,18 @@ class NoiseSpaceReparam(NeuTraReparam):
             raise ValueError(f"NoiseSpaceReparam cannot use this guide: {reason}")
         super().__init__(guide)
 
+    def apply(self, msg: Any) -> Any:
+        """Compute a site from the noise, by the guide's unconstrained coordinates.
+
+        Those of a guide of ``fit`` may differ from Pyro's.
+
+        :param msg: Pyro's message of the site.
+        """
+        known = self.guide.prototype_trace.nodes.get(msg["name"])
+        if known is None or msg["is_observed"]:
+            return super().apply(msg)
+        return super().apply({**msg, "fn": _InCoordinates(msg["fn"], known["fn"].support)})
+
     @torch.no_grad()
     def transform_sample(self, latent: Tensor) -> dict[str, Tensor]:
         """Map noise drawn by NUTS to the model's latents.
@@ -194,6 +206,13 @@ class NoiseSpaceReparam(NeuTraReparam):
             site["name"]: biject_to(site["fn"].support)(free).reshape(batch + site["value"].shape)
             for site, free in self.guide._unpack_latent(vectors)
         }
+
+
+class _InCoordinates:
+    """A distribution whose values have the unconstrained coordinates of another support."""
+
+    def __init__(self, fn: Any, support: Any) -> None:
+        self.support, self.event_dim, self.log_prob = support, fn.event_dim, fn.log_prob
 
 
 def warn_of_folds(guide: AutoImplicit, noise: Tensor) -> None:

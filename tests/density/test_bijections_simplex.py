@@ -59,7 +59,7 @@ def test_density_of_a_sparse_dirichlet_in_single_precision() -> None:
     torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-4)
     far = 200.0 * points.float()
     assert single.score(far)[0].isfinite().all() and single.score(far)[1].isfinite().all()
-    # Beyond the smallest share, the tail still falls, if faster than by the concentration.
+    # Beyond the smallest share, the tail still falls, but faster than the concentration implies.
     ends = torch.zeros(2, 8)
     ends[:, 0] = torch.tensor([-100.0, -150.0])
     log_prob, score = single.score(ends)

@@ -13,10 +13,11 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit import fit
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit, refine
 from pyro_implicit.density import Target
-from pyro_implicit.density.tails import Tails, find_tails, with_short_tails
+from pyro_implicit.density.tails import Tails, find_tails, has_short_tails, with_short_tails
 from pyro_implicit.fitting import Fit
+from pyro_implicit.mcmc import NoiseSpaceReparam
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 
 SCALES = torch.tensor([1.0, 3.0])
@@ -56,6 +57,9 @@ def test_the_density_is_that_of_the_values(family):
     torch.testing.assert_close(target.unconstrain({"x": x}), points)
     log_det = (scale * points.cosh()).log().sum(-1)
     torch.testing.assert_close(target.log_prob(points), fn.log_prob(x) + log_det)
+
+
+_STANDARD = Tails(torch.tensor(0.0), torch.tensor(1.0))
 
 
 def _bijection(scale):
@@ -111,6 +115,58 @@ def test_priors_that_change_with_others_keep_their_coordinates():
     assert not ConditionalReparam.suits_site(sites["z"])  # whose coordinate is not its value
 
 
+def test_a_location_that_is_trained_does_not_move_the_coordinate():
+    def model():
+        pyro.sample("x", dist.Cauchy(pyro.param("loc", torch.tensor(0.5)), 1.0))
+
+    found = find_tails(Target(model))
+    pyro.param("loc").data.fill_(50.0)
+    assert found["x"].loc == 0.5
+
+
+def test_models_that_run_at_some_draws_of_the_prior_only():
+    def model():
+        x = pyro.sample("x", dist.Cauchy(0.0, 1.0))
+        pyro.sample("y", dist.Normal(0.0, x), obs=torch.tensor(1.0))  # an error for negative x
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with pyro.validation_enabled():
+            assert find_tails(Target(model)).keys() == {"x"}
+
+
+def test_changed_priors_keep_their_support_and_change_once():
+    def model():
+        with pyro.plate("rows", 3):
+            pyro.sample("x", dist.Cauchy(0.0, 1.0))
+
+    tails = {"x": Tails(torch.tensor(0.0), torch.tensor(1.0)), "z": _STANDARD}
+    twice = with_short_tails(with_short_tails(model, tails), tails)
+    with pyro.plate("particles", 2, dim=-2):
+        fn = poutine.trace(twice).get_trace().nodes["x"]["fn"]
+    assert fn.shape() == (2, 3) and has_short_tails(fn)
+    assert Target(with_short_tails(lambda: pyro.sample("z", dist.Normal(0.0, 1.0)), tails))
+
+
+def test_the_noise_of_a_guide_of_fit_serves_nuts():
+    """NUTS has the model as it is, and the guide the other coordinate."""
+
+    def model(y):
+        pyro.sample("y", dist.Normal(pyro.sample("x", dist.Cauchy(0.0, 1.0)), 0.5), obs=y)
+
+    y = torch.tensor(4.0)
+    tails = {"x": _STANDARD}
+    guide = AutoImplicit(with_short_tails(model, tails), AutoregressiveGenerator)
+    guide(y)
+    reparam = NoiseSpaceReparam(guide)
+    trace = poutine.trace(reparam.reparam(model)).get_trace(y)
+    noise = trace.nodes["x_shared_latent"]["value"]
+    value = reparam.transform_sample(noise)["x"]
+    torch.testing.assert_close(trace.nodes["x"]["value"], value)
+    with pytest.raises(ValueError, match="its unconstrained coordinates are not those"):
+        refine(model, guide, y, frame="noise", progress=False)
+
+
 def test_a_fit_of_separable_data(tmp_path):
     """Without an end to the likelihood, the tail of the slope is that of its prior."""
     x, y = torch.tensor([-2.0, -1.0, 0.5, 1.5]), torch.tensor([0.0, 0.0, 1.0, 1.0])
@@ -148,7 +204,7 @@ def test_a_fit_of_separable_data(tmp_path):
 
 
 def test_minibatches_share_the_coordinates():
-    """Those of single rows have their own in Pyro, as each minibatch has other rows."""
+    """Global latent variables have them in fits by minibatches, too."""
 
     def model(y: Tensor) -> None:
         x = pyro.sample("x", dist.Cauchy(0.0, 1.0))

@@ -97,8 +97,8 @@ def _blame_gradient(target: Target, points: Tensor) -> str:
         )
     if log_prob.isfinite().all() and score.isfinite().all():
         return (
-            "no site, and another run is finite there, so that its log-density consists of "
-            "rounding errors, or the model is random beyond its latents. Cure: float64; or "
+            "no site: a second run there is finite, so that its log-density consists of rounding "
+            "errors, or the model is random beyond its latents. Cure: float64; or "
             "pyro.sample for the random quantity, and networks with dropout in .eval() mode"
         )
     lost = [f"'{name}'" for name, part in target.split(score).items() if not part.isfinite().all()]

@@ -17,6 +17,7 @@ from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.symmetry import Symmetries
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
@@ -34,6 +35,7 @@ from pyro_implicit.mcmc.stopping import Quantities
 from pyro_implicit.ops.importance_weights import LogWeights
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.sites import innermost_support
 
 __all__ = ["ChainSetup", "Starts", "finite_starts", "space_of", "start_chains"]
 
@@ -155,9 +157,23 @@ def space_of(
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
         reason = why_inexact(guide)
+        if not reason and not _has_coordinates_of(target, guide):
+            reason = "its unconstrained coordinates are not those of the model, as after fit"
         if not reason:
             return GuideNoise(target, guide, plan.max_gradients, plan.compile)
     raise ValueError(f'frame="noise" needs an injective guide: {reason}')
+
+
+def _has_coordinates_of(target: Target, guide: AutoImplicit) -> bool:
+    if guide.prototype_trace is None:
+        return True
+    sites = guide.prototype_trace.nodes
+    kinds = [
+        {type(innermost_support(fn.support)) for fn in (prior, sites[name]["fn"])}
+        for name, prior in target.priors.items()
+        if name in sites
+    ]
+    return all(len(kind) == 1 for kind in kinds)
 
 
 def _conditional(
