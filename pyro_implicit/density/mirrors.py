@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_implicit.density.policy import MIRROR, RUNS, SYMMETRY
+from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.importance_weights import LogWeights, systematic
 from pyro_implicit.ops.log_space import log_mean_exp
@@ -82,14 +83,19 @@ class Images(NamedTuple):
 
 
 @torch.no_grad()
-def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
+def find_mirrors(
+    target: Target,
+    draws: Tensor,
+    symmetries: Symmetries | None = None,
+    apart: Tensor | None = None,
+) -> list[Mirror]:
     """Return reflections whose images of a mode have a share of the mass.
 
     Whole sites are reflected, those of a loop together, and single units along a dimension of
-    sites. In some coordinate that changes its sign there must be a gap around 0 without draws. Of
-    reflections with the same signs in all such coordinates, whose images are the same mode, the one
-    of the highest density is returned. Exact symmetries are left out:
-    :mod:`pyro_implicit.density.symmetry` has them.
+    sites. In some coordinate that changes its sign there must be a gap around 0 with next to no
+    draws. Of reflections with the same signs in all such coordinates, whose images are the same
+    mode, the one of the highest density is returned. Exact symmetries are left out, and so are
+    images that these map to the mode: :mod:`pyro_implicit.density.symmetry` has them.
 
     **Example:**
 
@@ -106,11 +112,13 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
 
     :param target: the posterior.
     :param draws: draws of one mode, ``(num_draws, latent_dim)``.
+    :param symmetries: the exact ones, by which the draws are in order.
+    :param apart: which coordinates have a gap, ``(latent_dim,)``; by default those of ``draws``.
     """
-    apart = _apart(draws)
+    apart = _apart(draws) if apart is None else apart
     if target.sampled or not apart.any():
         return []
-    trial = _Trial(target, draws, apart)
+    trial = _Trial(target, draws, symmetries, apart)
     affordable = SYMMETRY.max_seconds / target.seconds(RUNS.draws_at_once) * RUNS.draws_at_once
     number = min(MIRROR.max_tried, int(affordable / MIRROR.num_tried))
     trial.add(islice(_candidates(target), number))
@@ -124,9 +132,12 @@ def find_mirrors(target: Target, draws: Tensor) -> list[Mirror]:
 
 
 class _Trial:
-    """The images of some draws that have a share of the mass, by their signs in ``apart``."""
+    """The images of some draws that have a share of the mass, by the signs that they change."""
 
-    def __init__(self, target: Target, draws: Tensor, apart: Tensor) -> None:
+    def __init__(
+        self, target: Target, draws: Tensor, symmetries: Symmetries | None, apart: Tensor
+    ) -> None:
+        self._symmetries = symmetries
         rows = torch.linspace(0, len(draws) - 1, MIRROR.num_tried, device=draws.device).long()
         self._target, self._apart, self._draws = target, apart, draws[rows]
         self._before = _log_prob(target, self._draws)
@@ -157,14 +168,21 @@ class _Trial:
     def _judge(self, mirror: Mirror, change: Tensor) -> None:
         if (change.abs() <= self._tolerance).all():
             return
-        ratio = log_mean_exp(change.double()).item()
-        key = tuple((mirror.signs[self._apart] < 0).tolist())
+        image = mirror.signs * self._draws
+        if self._symmetries:
+            image = self._symmetries.finite().ordered(image)
+        is_changed = (image.sign() != self._draws.sign())[:, self._apart].double().mean(0) > 0.5
+        if not is_changed.any():
+            return
+        ratio, key = log_mean_exp(change.double()).item(), tuple(is_changed.tolist())
         if ratio > max(math.log(MIRROR.least_share), self.found.get(key, (-math.inf,))[0]):
             self.found[key] = ratio, mirror
 
 
 @torch.no_grad()
-def with_images(target: Target, draws: Tensor) -> tuple[Tensor, Images | None]:
+def with_images(
+    target: Target, draws: Tensor, symmetries: Symmetries | None = None
+) -> tuple[Tensor, Images | None]:
     """Return draws of a mode and of its mirror images, each with its share.
 
     The mode is the one of most draws. Draws at its images give way to images of its draws; draws at
@@ -172,6 +190,7 @@ def with_images(target: Target, draws: Tensor) -> tuple[Tensor, Images | None]:
 
     :param target: the posterior.
     :param draws: draws, correct within the mode, ``(num_draws, latent_dim)``.
+    :param symmetries: exact ones, by which the draws are in order.
     :returns: as many draws, and the images, if any. The draws are the given ones if there are no
         images, or if the weights are unreliable.
     """
@@ -183,7 +202,7 @@ def with_images(target: Target, draws: Tensor) -> tuple[Tensor, Images | None]:
     )
     largest = int(counts.argmax())
     mode = draws[pattern == largest]
-    mirrors = find_mirrors(target, mode)
+    mirrors = find_mirrors(target, mode, symmetries, apart)
     if not mirrors:
         return draws, None
     before = _log_prob(target, mode)
@@ -214,7 +233,7 @@ def with_images(target: Target, draws: Tensor) -> tuple[Tensor, Images | None]:
 
 
 def _apart(draws: Tensor) -> Tensor:
-    """Return whether coordinates have a gap without draws around 0, ``(latent_dim,)``."""
+    """Return whether coordinates have a gap around 0, ``(latent_dim,)``."""
     size = draws.abs()
     sd = size.std(0)
     nearest = size.kthvalue(1 + int(MIRROR.gap_share * len(size)), 0).values

@@ -14,8 +14,9 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.cost import TracedScore
-from pyro_implicit.density.mirrors import with_images
+from pyro_implicit.density.mirrors import Images, with_images
 from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.symmetry import confirmed, find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import (
     SteinCheck,
@@ -126,7 +127,7 @@ def examine(
     images = None
     if observed is None:
         with suppress(*BAD_DRAWS):  # the model may fail at an image
-            _, images = with_images(target, found.points)
+            images = _images(target, found.points)
     coverage = gap = None
     if modes is not None:
         # The Gaussian default overstates the volume of a guide with many modes.
@@ -147,6 +148,15 @@ def examine(
         images=images,
         **_known(guide),
     )
+
+
+def _images(target: Target, points: Tensor) -> Images | None:
+    """Return mirror images of one copy of the modes."""
+    _, images = with_images(target, points)
+    if images is not None and (symmetries := find_symmetries(target)):
+        symmetries = confirmed(symmetries, target, points).keyed(points)
+        _, images = with_images(target, symmetries.finite().ordered(points), symmetries)
+    return images
 
 
 class _Evaluated(NamedTuple):

@@ -410,7 +410,7 @@ def _add_images(
     moving = latents[~is_stuck]
     if symmetries:  # images are those of one copy
         moving = symmetries.finite().ordered(moving)
-    found, images = with_images(target, moving.flatten(0, 1))
+    found, images = with_images(target, moving.flatten(0, 1), symmetries)
     if images is not None and images.is_reliable:
         latents = latents.clone()
         latents[~is_stuck] = found.reshape(moving.shape)
