@@ -92,7 +92,8 @@ def best_of_race(
     :param policy: the numbers of initial values and of steps.
     :param compile: how the score is evaluated, as in :class:`~pyro_implicit.infer.ImplicitELBO`.
     :returns: the location of the mean field with the highest ELBO at the end, constrained; and the
-        outcome in words, empty if ``seconds`` allows only few steps.
+        outcome in words, empty if ``seconds`` allows only few steps, or if no ELBO is finite. The
+        location is then ``values``.
     """
     number = policy.num_raced
     steps = min(policy.race_steps, int(seconds / target.seconds(number)))
@@ -116,7 +117,11 @@ def best_of_race(
     constant = 0.5 * target.latent_dim * math.log(2 * math.pi * math.e)
     ends = torch.stack(elbos[steps * 3 // 4 :]).median(0).values + constant
     ends = ends.nan_to_num(-math.inf, -math.inf, -math.inf)  # a spike of the density is no mode
+    # The last step may have led to where float32 overflows.
+    ends = ends.masked_fill(~target.log_prob(loc.detach()).isfinite(), -math.inf)
     best = int(ends.argmax())
+    if not ends[best].isfinite():
+        return values, ""
     outcome = (
         f"; the best of {len(loc)} starts, with an ELBO of {ends[best]:.0f} after {steps} steps"
     )

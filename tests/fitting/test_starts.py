@@ -94,6 +94,17 @@ def test_the_best_of_several_starts_is_in_the_higher_mode(double: None) -> None:
     assert best_of_race(target, start, 0.1, 0.05, 0.0) == (start, "")
 
 
+def test_starts_that_lose_the_density_are_no_starts(double: None) -> None:
+    """One step leaves the support; without a gradient, nothing leads back."""
+
+    def narrow() -> None:
+        x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), (SIZE,)))
+        pyro.factor("data", torch.where(x.abs().amax() < 0.02, -x.square().sum(), -torch.inf))
+
+    start = {"x": torch.full((SIZE,), 0.01)}
+    assert best_of_race(Target(narrow), start, 1e-3, 0.05, 100.0) == (start, "")
+
+
 @pytest.mark.parametrize("num_raced", [1, 16])
 def test_chains_of_many_latent_variables_start_in_the_higher_mode(num_raced: int) -> None:
     """With this seed, one start alone ends in the lower mode."""
