@@ -16,7 +16,7 @@ from pyro_implicit.density.bijections import with_small_shares
 from pyro_implicit.density.discrete import coordinates_of
 from pyro_implicit.runtime.sites import joined_parts, site_parts
 
-__all__ = ["Coordinates"]
+__all__ = ["Coordinates", "values_of"]
 
 
 class Coordinates:
@@ -57,12 +57,23 @@ class Coordinates:
 
     def values(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Return the values of coordinates by site, and the log-determinants ``(*batch,)``."""
-        values: dict[str, Tensor] = {}
-        log_det: Any = 0.0
-        for name, part in parts.items():
-            transform = self.transforms[name]
-            values[name] = transform(part)
-            term = transform.log_abs_det_jacobian(part, values[name])
-            num_batch = part.dim() - len(self.shapes[name])
-            log_det = log_det + sum_rightmost(term, term.dim() - num_batch)
-        return values, log_det
+        return values_of(parts, self.shapes, self.transforms)
+
+
+def values_of(
+    parts: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], transforms: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return values by site, ``(*batch, *site_shape)``, and log-determinants, ``(*batch,)``.
+
+    :param parts: coordinates by site, ``(*batch, *unconstrained_shape)``.
+    :param shapes: by site, the shape of its coordinates.
+    :param transforms: by site, the bijection from coordinates to values.
+    """
+    values: dict[str, Tensor] = {}
+    log_det: Any = 0.0
+    for name, part in parts.items():
+        values[name] = transforms[name](part)
+        term = transforms[name].log_abs_det_jacobian(part, values[name])
+        num_batch = part.dim() - len(shapes[name])
+        log_det = log_det + sum_rightmost(term, term.dim() - num_batch)
+    return values, log_det

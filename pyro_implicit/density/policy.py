@@ -501,7 +501,7 @@ class MirrorPolicy:
     #: Mean distance of a coordinate from 0, in its own sds, from which it may tell images apart.
     separation: float = 3.0
 
-    #: Distance from 0 in the same unit within which, between the images, there is a gap.
+    #: Half of the width of the gap around 0, in the same unit.
     gap: float = 0.5
 
     #: Share of the draws that may lie in the gap.

@@ -22,6 +22,7 @@ from torch.distributions.constraints import Constraint
 from pyro_implicit.density import Target
 from pyro_implicit.density.bijections import with_small_shares
 from pyro_implicit.density.checks.observations import explain
+from pyro_implicit.density.coordinates import values_of
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
@@ -433,13 +434,8 @@ def _unconstrained(
     transforms: Mapping[str, Any],
 ) -> Tensor:
     """Return the log-density of unconstrained vectors, given that of values."""
-    parts = site_parts(points, shapes)
-    values = {name: transforms[name](part) for name, part in parts.items()}
-    total = log_prob(values)
-    for name, part in parts.items():
-        log_det = transforms[name].log_abs_det_jacobian(part, values[name])
-        total = total + log_det.reshape(len(points), -1).sum(-1)
-    return total
+    values, log_det = values_of(site_parts(points, shapes), shapes, transforms)
+    return log_prob(values) + log_det
 
 
 def fit_update(

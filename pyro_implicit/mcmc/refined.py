@@ -118,7 +118,7 @@ class Refined(Printed, ArvizExport):
         weights are reliable, they are among the draws (:mod:`pyro_implicit.density.mirrors`), which
         are then resampled: a draw may belong to another chain.
     :ivar kept: The share of independent draws that these weights leave.
-    :ivar lost: The images if the weights are unreliable, in words; else empty.
+    :ivar lacks_images: Whether the weights are unreliable, so that the draws lack the images.
     :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
@@ -162,7 +162,7 @@ class Refined(Printed, ArvizExport):
     modes: str = ""
     images: str = ""
     kept: float = 1.0
-    lost: str = ""
+    lacks_images: bool = False
     modes_weighed: bool = False
     weights: ModeWeights | None = None
     choice: StepChoice | None = None
@@ -279,8 +279,8 @@ class Refined(Printed, ArvizExport):
             found.append(f"{share}: narrow places may not have filled")
         if self.unresolved:
             found.append(f"{self.unresolved}: mass beyond is lost")
-        if self.lost:
-            found.append(f"{self.lost}, and these weights are unreliable: the draws lack them")
+        if self.lacks_images:
+            found.append(f"{self.images}, and these weights are unreliable: the draws lack them")
         if self.stuck:
             found.append(f"{self.stuck} of {self.num_chains} chains never moved")
         if not KERNELS[self.kernel].exact:
@@ -421,7 +421,7 @@ def _notes(images: Images | None) -> dict[str, Any]:
     if images is None:
         return {"modes": KEPT}
     if not images.is_reliable:
-        return {"modes": KEPT, "images": str(images), "lost": str(images)}
+        return {"modes": KEPT, "images": str(images), "lacks_images": True}
     note = f"{KEPT} But {images}, and draws were reflected to them."
     return {"modes": note, "images": str(images), "kept": images.kept}
 

@@ -177,7 +177,7 @@ def test_images_that_weights_cannot_add_are_doubted():
     start = {"x": draws[:64, 0], "z": draws[:64, 1:]}
     options = {"num_chains": 64, "max_gradients": 1_000, "progress": False, "seed": 0}
     refined = refine(other_shape, start, Y, **options)
-    assert "at the reflection of 'x'" in refined.lost and refined.kept == 1.0
+    assert refined.lacks_images and refined.kept == 1.0
     assert any(doubt.endswith("the draws lack them") for doubt in refined.doubts)
     for guide in (refined, {"x": draws[:2_000, 0], "z": draws[:2_000, 1:]}):
         reasons = [
@@ -204,7 +204,7 @@ def test_chains_of_one_mode_are_draws_of_both():
     refined = refine(squared, start, Y, num_chains=64, max_gradients=1_000, progress=False, seed=0)
     x = refined.get_samples()["x"]
     assert (x < 0).double().mean().item() == pytest.approx(SHARE, abs=0.03)
-    assert "at the reflection of 'x'" in refined.modes and not refined.lost
+    assert "at the reflection of 'x'" in refined.modes and not refined.lacks_images
     assert 0.9 < refined.kept <= 1.0  # the weights are nearly even
     half = replace(refined, kept=0.5).as_guide().num_independent
     assert half == int(refined.drift.num_effective / 2)

@@ -97,7 +97,7 @@ def _blame_gradient(target: Target, points: Tensor) -> str:
         )
     if log_prob.isfinite().all() and score.isfinite().all():
         return (
-            "no site: a second run there is finite, so that its log-density consists of rounding "
+            "no site: a second run there is finite, so that the log-density consists of rounding "
             "errors, or the model is random beyond its latents. Cure: float64; or "
             "pyro.sample for the random quantity, and networks with dropout in .eval() mode"
         )
