@@ -46,9 +46,9 @@ def jump_share(white: Tensor, score: Score, generator: torch.Generator | None = 
         return (other.log_density - one.log_density - slope).abs().nan_to_num(0.0)
 
     def moved(one: ChainState) -> Tensor:
-        # Far out, where gradients are large, rounding of a position changes the log-density. In
-        # double precision, as gradients up to 1e38 times positions overflow.
-        size = (one.position.abs() + JUMPS.step).double() * one.gradient.abs()
+        # Far out, where gradients are large, rounding of a position changes the log-density. If
+        # the product overflows, no difference is a jump.
+        size = (one.position.abs() + JUMPS.step) * one.gradient.abs()
         size = JUMPS.num_roundings * size.sum(-1)
         return torch.where(one.log_density.isinf(), 0.0, size).nan_to_num(0.0, torch.inf, 0.0)
 
