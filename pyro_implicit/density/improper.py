@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_implicit.density.cost import nearby
 from pyro_implicit.density.model import total_log_prob
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING
-from pyro_implicit.runtime.sites import innermost, innermost_support, is_flat
+from pyro_implicit.runtime.sites import Site, innermost, innermost_support, is_flat
 
 __all__ = ["refuse_improper"]
 
@@ -30,7 +30,7 @@ class _Posterior(Protocol):
 
     init_loc: Tensor
     latent_dim: int
-    priors: dict[str, Any]
+    sites: dict[str, Site]
     masked: tuple[str, ...]
 
     @property
@@ -52,7 +52,7 @@ def refuse_improper(target: _Posterior) -> None:
     :raises ValueError: naming the sites.
     """
     masked = target.masked
-    flat = [name for name, prior in target.priors.items() if is_flat(prior) or name in masked]
+    flat = [name for name, site in target.sites.items() if is_flat(site["fn"]) or name in masked]
     if not flat:
         return
     if target.latent_dim <= MAX_DENSE_DIM:
@@ -74,7 +74,7 @@ def refuse_improper(target: _Posterior) -> None:
         return
     unmoved = target.split((score == 0).all(0) & density.isfinite().all())
     for name in flat:
-        support = innermost(target.priors[name]).support
+        support = innermost(target.sites[name]["fn"]).support
         number = int(unmoved[name].sum())
         if number and _is_unbounded(innermost_support(support)):
             raise ValueError(

@@ -11,7 +11,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.infer.autoguide import init_to_sample
+from pyro.infer.autoguide import init_to_feasible, init_to_sample
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -54,7 +54,20 @@ from pyro_implicit.runtime.sites import (
     without_sequential_plates,
 )
 
-__all__ = ["InitialRun", "Subsampling", "prior_run"]
+__all__ = ["InitialRun", "Subsampling", "initialisations", "prior_run"]
+
+
+def initialisations(
+    init_loc_fn: Callable[[dict[str, Any]], Tensor],
+) -> list[Callable[[dict[str, Any]], Tensor]]:
+    """Return per-site initialisations, to be tried in turn until the model runs.
+
+    At all draws of a vague prior, such as ``Gamma(0.001, 0.001)``, the likelihood may overflow: the
+    last initialisation is the origin of unconstrained space.
+
+    :param init_loc_fn: the first.
+    """
+    return [init_loc_fn, *[init_to_sample] * RUNS.max_retries, init_to_feasible]
 
 
 class Subsampling(NamedTuple):
@@ -118,7 +131,7 @@ class InitialRun:
 
     def _run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
         first_error = None
-        for init in (init_loc_fn, *(init_to_sample,) * RUNS.max_retries):
+        for init in initialisations(init_loc_fn):
             start, masks = FlatPriorStart(init, like=self.like), MaskWatch()
             try:
                 with (

@@ -248,8 +248,8 @@ def _candidates(target: Target) -> Iterator[Mirror]:
     """Yield reflections of whole sites, those of a loop together, and of single units."""
     real = {
         name
-        for name, prior in target.priors.items()
-        if isinstance(innermost_support(prior.support), type(constraints.real))
+        for name, site in target.sites.items()
+        if isinstance(innermost_support(site["fn"].support), type(constraints.real))
     }
     places, blocks = target.places, dict[int, dict[str, Tensor]]()
     for names in target.groups:

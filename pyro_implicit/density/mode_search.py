@@ -80,7 +80,8 @@ def find_modes(
         is not reproducible.
     :param starts: further initial points of the first round, ``(n, latent_dim)``. If ten fixed
         points near the origin of unconstrained space include some that are 1,000 nats more probable
-        than all draws of the prior, the prior is too vague, and these points are added.
+        than all draws of the prior, or if half of these are further away than 50, the prior is too
+        vague, and such points are added.
     :param symmetries: symmetries of the density; one is kept of all modes that they map to each
         other.
     :returns: at least one mode.
@@ -161,18 +162,25 @@ def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
 
 
 def _beyond_the_prior(target: Target, drawn: Tensor) -> Tensor:
-    """Return points near the origin that are far more probable than all draws.
+    """Return points near the origin, if the prior is too vague.
 
     Draws of a prior such as N(0, 1000^2) or Gamma(.001, .001) are so far away that no path reaches
-    the posterior.
+    the posterior, or that gradients overflow. With large covariates, these may overflow near the
+    origin, too, so half of the points are ever closer to it.
     """
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     shape = SEARCH.num_near, target.latent_dim
     unit = torch.rand(shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)
+    near = torch.cat([near, near * torch.logspace(-1, -len(near), len(near)).to(near)[:, None]])
     # With the gradient, as paths need it: a model without one raises its error there.
-    heights = target.score(torch.cat([drawn, near]))[0].nan_to_num(-math.inf, -math.inf, -math.inf)
-    return near[heights[len(drawn) :] > heights[: len(drawn)].amax() + SEARCH.near_gain]
+    log_prob, score = target.score(torch.cat([drawn, near]))
+    is_start = log_prob.isfinite() & score.isfinite().all(-1)
+    heights = log_prob.masked_fill(~is_start, -math.inf)
+    least = heights[: len(drawn)].amax() + SEARCH.near_gain
+    if drawn.abs().amax(-1).median() > SEARCH.far:
+        least = torch.full_like(least, -math.inf)
+    return near[heights[len(drawn) :] > least]
 
 
 def seconds_of_climb(target: Target) -> float:

@@ -197,8 +197,8 @@ class SearchPolicy:
     #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
 
-    #: Points near the origin of unconstrained space, from which paths begin if all draws of the
-    #: prior are less probable.
+    #: Points near the origin of unconstrained space, and points ever closer to it, from which paths
+    #: begin if the prior is too vague.
     num_near: int = 10
 
     #: Half the width of the cube of these points, and of that of draws of flat priors, as in Stan
@@ -208,6 +208,10 @@ class SearchPolicy:
     #: Nats by which they must be more probable: draws of N(0, 1000^2) or Gamma(.001, .001) are by
     #: ten thousands.
     near_gain: float = 1000.0
+
+    #: Largest coordinate of half of these draws above which such points are taken at any height:
+    #: in a flat tail, at exp(-80), draws may be more probable.
+    far: float = 50.0
 
     #: Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25.
     num_draws: int = 16

@@ -17,7 +17,6 @@ applied to subsets of these places, at some points in double precision.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -269,20 +268,19 @@ def find_symmetries(
     Models whose runs fail in double precision, or take too long, have none.
 
     :param target: the posterior.
-    :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
+    :param max_seconds: there is no trial if it may take longer, judged by the time of one score.
     :param points: at which groups are tried, too, ``(num_points, latent_dim)``.
     """
-    none, began = Symmetries(target.shapes, target.transforms), time.perf_counter()
+    none = Symmetries(target.shapes, target.transforms)
     places = list(_places(target))
-    is_slow = SYMMETRY.num_runs * (time.perf_counter() - began) > max_seconds
-    if target.sampled or not places or is_slow:
+    if target.sampled or not places:
         return none
     with seeded(0, target.init_loc.device):
         try:
             number = SYMMETRY.num_points
             counts = range(SYMMETRY.most_blocks + 1)
             fast = [n for n in counts if target.seconds(2**n) < SYMMETRY.max_seconds]
-            if not fast:
+            if not fast or SYMMETRY.num_runs * target.seconds() > max_seconds:
                 return none
             noise = torch.randn(number, target.latent_dim).to(target.init_loc)
             anywhere = torch.cat([target.sample_prior(number), target.init_loc + noise])
@@ -332,9 +330,8 @@ class _Candidate(NamedTuple):
 
 def _places(target: Target) -> Iterator[_Candidate]:
     """Return the sites, and their dimensions along which elements may be exchanged."""
-    trace = target.trace_at(target.init_loc)
     for name, shape in target.shapes.items():
-        site, transform = trace.nodes[name], target.transforms[name]
+        site, transform = target.sites[name], target.transforms[name]
         is_simplex = isinstance(transform, StickBreakingTransform)
         support = innermost_support(site["fn"].support)
         is_real = isinstance(support, type(constraints.real))
@@ -351,7 +348,7 @@ def _places(target: Target) -> Iterator[_Candidate]:
             yield _Candidate(Place((name,), dim), shape[dim], plate, is_real)
     for names in target.groups:
         if len(names) > 1:
-            support = innermost_support(trace.nodes[names[0]]["fn"].support)
+            support = innermost_support(target.sites[names[0]]["fn"].support)
             is_real = isinstance(support, type(constraints.real))
             yield _Candidate(Place(tuple(names), None), len(names), "", is_real)
 

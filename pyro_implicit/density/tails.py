@@ -95,7 +95,7 @@ def find_tails(target: Target) -> dict[str, Tails]:
     :param target: the posterior.
     :returns: by site. There are none if the model runs at no draw of the prior.
     """
-    found = {name: tails for name, fn in target.priors.items() if (tails := _tails_of(fn))}
+    found = {name: tails for name, site in target.sites.items() if (tails := _tails_of(site["fn"]))}
     with same_streams():
         for _ in range(RUNS.max_retries if found else 0):
             with suppress(*IMPOSSIBLE):

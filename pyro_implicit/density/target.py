@@ -34,7 +34,7 @@ from pyro_implicit.density.model_runs import ModelRuns
 from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
-from pyro_implicit.runtime.sites import innermost, unmasked_elements, unplated_dims
+from pyro_implicit.runtime.sites import Site, innermost, unmasked_elements, unplated_dims
 
 __all__ = ["Target"]
 
@@ -120,8 +120,8 @@ class Target:
         self.shapes: dict[str, torch.Size] = self._coordinates.shapes
         #: By site, the bijection from unconstrained coordinates to values.
         self.transforms: dict[str, Any] = self._coordinates.transforms
-        #: By site, its distribution in the first run.
-        self.priors: dict[str, Any] = {name: latents.nodes[name]["fn"] for name in self.shapes}
+        #: The latent variables as in the first run, by name.
+        self.sites: dict[str, Site] = {name: latents.nodes[name] for name in self.shapes}
         #: The latent variables with elements that have no prior, because a mask leaves them out.
         self.masked: tuple[str, ...] = tuple(
             name for name in self.shapes if not unmasked_elements(latents.nodes[name]).all()
@@ -132,7 +132,7 @@ class Target:
         self.sampled: tuple[str, ...] = tuple(n for n in self.shapes if n in first.sampled)
         #: Those of them that Pyro cannot enumerate.
         self.not_enumerable: tuple[str, ...] = tuple(
-            name for name in self.sampled if not self.priors[name].has_enumerate_support
+            name for name in self.sampled if not self.sites[name]["fn"].has_enumerate_support
         )
         #: Number of their coordinates, the last of the vector.
         self.discrete_dim: int = sum(self.shapes[name].numel() for name in self.sampled)
@@ -277,7 +277,7 @@ class Target:
         """
         found: dict[Any, list[str]] = {}
         for name, shape in self.shapes.items():
-            family = type(innermost(self.priors[name]))
+            family = type(innermost(self.sites[name]["fn"]))
             found.setdefault((re.sub(r"\d+", "#", name), family, shape), []).append(name)
         return list(found.values())
 

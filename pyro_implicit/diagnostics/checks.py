@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributions.transforms import ExpTransform
 
-from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import (
     CollapsedError,
@@ -374,10 +373,6 @@ def endless_scales(target: Target, points: Tensor) -> str:
     :param target: the posterior.
     :param points: draws in unconstrained space, ``(num_draws, latent_dim)``.
     """
-    try:
-        nodes = target.trace_at(points[0]).nodes
-    except IMPOSSIBLE:
-        return ""
     found = []
     # Such a scale, or its inverse, is lost next to 1 in float64.
     limit = -math.log(torch.finfo(torch.float64).eps)
@@ -385,7 +380,7 @@ def endless_scales(target: Target, points: Tensor) -> str:
         transform = target.transforms[name]
         steps = getattr(transform, "parts", [transform])
         is_scale = any(isinstance(one, ExpTransform) for one in steps)
-        if is_scale and is_flat(nodes[name]["fn"]):
+        if is_scale and is_flat(target.sites[name]["fn"]):
             far = part.abs().reshape(len(part), -1) > limit
             share = far.any(-1).double().mean().item()
             if share > CHECKS.endless_share:

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median, init_to_sample
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median
 from pyro.ops.stats import quantile
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.checks import refuse_moving_supports, refuse_point, refuse_unfit_sites
+from pyro_implicit.density.initial_run import initialisations
 from pyro_implicit.density.model import IMPOSSIBLE, subsampled_plate, trace_model
-from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.local_sites import LocalSite, RowNormals, find_local_sites
 from pyro_implicit.guides.policy import INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
@@ -382,8 +382,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         given = self._start.init_loc_fn
+        attempts = initialisations(given)
         try:
-            for retries_left in reversed(range(RUNS.max_retries)):
+            for attempt, self._start.init_loc_fn in enumerate(attempts, 1):
                 try:
                     super()._setup_prototype(*args, **kwargs)
                     frames = (frame for site in self._row_sites for frame in site.plates)
@@ -393,9 +394,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                     if self.prototype_trace is not None:  # the model ran: its sites cause the error
                         refuse_unfit_sites(trace_model(self.model, args, kwargs))
                         raise
-                    if not retries_left:
+                    if attempt == len(attempts):
                         raise
-                    self._start.init_loc_fn = init_to_sample
         finally:
             self._start.init_loc_fn = given
 

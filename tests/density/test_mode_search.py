@@ -226,6 +226,43 @@ def test_a_prior_whose_draws_are_all_far_away(seed):
     assert (x.mT @ residual).abs().max() < 3.0
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prior_at_whose_draws_gradients_overflow(seed):
+    """More than half of the draws of Gamma(.001, .001) are the smallest number of float32."""
+    y = torch.tensor(
+        [[1545.0, 1440, 1440, 1520], [1595, 1630, 1515, 1635], [1490, 1605, 1510, 1560]]
+    )
+
+    def model():
+        centre = pyro.sample("centre", dist.Normal(0.0, 1e5))
+        precision = pyro.sample("precision", dist.Gamma(0.001, 0.001))
+        pyro.sample("y", dist.Normal(centre, precision**-0.5).expand(y.shape).to_event(2), obs=y)
+
+    pyro.set_rng_seed(seed)
+    modes = find_modes(Target(model))
+    assert len(modes.loc) == 1
+    # The marginal mode of the precision, in its logarithm, is (n - 1) / (n - 1) variance.
+    sd = y.std()
+    assert (modes.loc[0, 0] - y.mean()).abs() < 0.05 * sd
+    assert modes.loc[0, 1].exp().item() == pytest.approx(sd.item() ** -2, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_covariate_that_overflows_near_the_origin(seed):
+    dose = torch.tensor([0.0, 10, 33, 100, 333, 1000])
+    y = torch.tensor([22.0, 18, 26, 33, 35, 33])
+
+    def model():
+        a, b = (pyro.sample(name, dist.Normal(0.0, 1000.0)) for name in "ab")
+        pyro.sample("y", dist.Poisson((a + b * dose).exp()).to_event(1), obs=y)
+
+    pyro.set_rng_seed(seed)
+    modes = find_modes(Target(model))
+    assert len(modes.loc) == 1
+    score = (y - (modes.loc[0, 0] + modes.loc[0, 1] * dose).exp()) @ torch.stack([dose**0, dose], 1)
+    assert (score.abs() < torch.tensor([6.0, 3000.0])).all()  # half an sd
+
+
 def test_a_single_start_is_not_exchanged(monkeypatch):
     """Not even if it is ten thousands of nats below points near the origin."""
     density, original, seen = target(lambda x: -(x**2).sum(), 2), module._climb, []

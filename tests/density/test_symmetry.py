@@ -619,3 +619,29 @@ def test_chains_of_one_copy_give_draws_of_all():
     assert torch.allclose(shares, torch.tensor(0.2).double(), atol=0.02)
     again = refine(clusters, start, Y, num_chains=64, seed=0, progress=False)
     assert again.get_samples()["loc"].equal(found.get_samples()["loc"])
+
+
+def spike_and_slab(y):
+    """Coefficients whose prior depends on a discrete latent variable that is summed out."""
+    with pyro.plate("coefficients", len(y)):
+        slab = pyro.sample("slab", dist.Bernoulli(0.4), infer={"enumerate": "parallel"})
+        b = pyro.sample("b", dist.Normal(0.0, torch.where(slab > 0, 3.0, 0.5)))
+        pyro.sample("y", dist.Normal(b, 1.0), obs=y)
+
+
+def test_sites_that_depend_on_summed_out_ones():
+    found = find_symmetries(Target(spike_and_slab, torch.ones(3)))
+    assert str(found) == "permutations of the 3 units of 'b'"
+
+
+def test_a_spike_and_a_slab_have_their_exact_posterior():
+    y = torch.tensor([0.5, -2.5])
+    draws = fit(spike_and_slab, "auto", y, seed=0, progress=False).sample(4000)["b"]
+    variances = torch.tensor([[0.5], [3.0]]) ** 2
+    log_evidence = dist.Normal(0.0, (1 + variances).sqrt()).log_prob(y)
+    weights = (torch.tensor([[0.6], [0.4]]).log() + log_evidence).softmax(0)
+    means, given = y * variances / (1 + variances), variances / (1 + variances)
+    mean = (weights * means).sum(0)
+    sd = ((weights * (given + means**2)).sum(0) - mean**2).sqrt()
+    assert ((draws.mean(0) - mean).abs() < 0.08 * sd).all()  # four standard errors and a half
+    assert torch.allclose(draws.std(0), sd, rtol=0.06)

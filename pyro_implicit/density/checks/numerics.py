@@ -316,7 +316,7 @@ def beyond_resolution(target: Target, points: Tensor) -> tuple[str, ...]:
     ends = constraints.interval, constraints.half_open_interval
     for name, part in target.split(points.double() if target.is_wide else points).items():
         # In a simplex, small elements keep their digits, although the map back loses them.
-        is_interval = isinstance(innermost_support(target.priors[name].support), ends)
+        is_interval = isinstance(innermost_support(target.sites[name]["fn"].support), ends)
         if name in target.sampled or not is_interval or not part.numel():
             continue
         transform, infinite = target.transforms[name], torch.full_like(part[:1], math.inf)

@@ -169,8 +169,8 @@ def _has_coordinates_of(target: Target, guide: AutoImplicit) -> bool:
         return True
     sites = guide.prototype_trace.nodes
     kinds = [
-        {type(innermost_support(fn.support)) for fn in (prior, sites[name]["fn"])}
-        for name, prior in target.priors.items()
+        {type(innermost_support(one[name]["fn"].support)) for one in (target.sites, sites)}
+        for name in target.sites
         if name in sites
     ]
     return all(len(kind) == 1 for kind in kinds)
