@@ -253,9 +253,20 @@ class BatchedRuns:
         except (VmapError, UnfitModelError):
             raise
         except IMPOSSIBLE as error:
+            if isinstance(error, (AssertionError, IndexError)):
+                self._warn_of_fault(error)
             self.error = error.with_traceback(None)
             return row.reshape(1), None
         return row.reshape(1), map_tree(lambda leaf: leaf.unsqueeze(0), found)
+
+    def _warn_of_fault(self, error: Exception) -> None:
+        """Warn of an error that is rather a fault of the model than a sign of impossible values."""
+        if not isinstance(self.error, type(error)):
+            warn_user(
+                f"the model raised {first_line(error)} at some values of its latent variables, "
+                "which count as impossible. Cure: correct the model; to exclude values, raise a "
+                "ValueError, or add a pyro.factor of -inf"
+            )
 
     def _join(self, parts: list[Part], otherwise: Any) -> Any:
         good = [part for _, part in parts if part is not None]

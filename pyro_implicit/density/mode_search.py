@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import blame, finite_log_prob, is_rounding
 from pyro_implicit.density.cost import estimated_seconds, nearby
-from pyro_implicit.density.policy import COST, SEARCH, SYMMETRY
+from pyro_implicit.density.policy import COST, RUNS, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
@@ -78,10 +78,10 @@ def find_modes(
     :param max_gap: nats; modes whose ELBO is further below the best one are dropped.
     :param max_seconds: limit of wall time, after the first step of all paths. A search that it ends
         is not reproducible.
-    :param starts: further initial points of the first round, ``(n, latent_dim)``. If ten fixed
-        points near the origin of unconstrained space include some that are 1,000 nats more probable
-        than all draws of the prior, or if half of these are further away than 50, the prior is too
-        vague, and such points are added.
+    :param starts: further initial points of the first round, ``(n, latent_dim)``. The prior is too
+        vague if half of its draws have a coordinate above 50 in unconstrained space, or if fixed
+        points near the origin are 1,000 nats more probable than all draws; paths begin at these
+        points, too.
     :param symmetries: symmetries of the density; one is kept of all modes that they map to each
         other.
     :returns: at least one mode.
@@ -102,14 +102,15 @@ def find_modes(
     limit = TimeLimit(max_seconds)
     given = [] if starts is None else [starts[starts.isfinite().all(-1)]]
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
+    near = drawn[:0]
     if num_starts > 1:  # a single start decides which mode is found
-        given.append(_beyond_the_prior(target, drawn))
-    starts = torch.cat([drawn, *given])
+        near = _near_origin(target, drawn, 0)
+    starts = torch.cat([drawn, near, *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_particles
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
-        for _ in range(max_rounds):
+        for number in range(1, max_rounds + 1):
             climbed = _climb(target, starts, max_iterations, num_particles, limit, watched)
             if climbed is None and found is None:
                 raise ValueError(
@@ -137,6 +138,8 @@ def find_modes(
             if len(modes.loc) == 1 or (num_met != 1).all() or is_late:
                 break
             starts = target.sample_prior(num_starts)
+            if len(near):
+                starts = torch.cat([starts, _near_origin(target, starts, number)])
     return modes
 
 
@@ -161,26 +164,30 @@ def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
     return torch.tensor(found)
 
 
-def _beyond_the_prior(target: Target, drawn: Tensor) -> Tensor:
-    """Return points near the origin, if the prior is too vague.
+def _near_origin(target: Target, drawn: Tensor, seed: int) -> Tensor:
+    """Return as many points near the origin as there are draws, if the prior is too vague.
 
     Draws of a prior such as N(0, 1000^2) or Gamma(.001, .001) are so far away that no path reaches
-    the posterior, or that gradients overflow. With large covariates, these may overflow near the
-    origin, too, so half of the points are ever closer to it.
+    the posterior, or that gradients overflow. With large covariates, these overflow near the
+    origin, too: such points move towards it.
     """
-    generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
-    shape = SEARCH.num_near, target.latent_dim
-    unit = torch.rand(shape, generator=generator, device="cpu").to(drawn)
+    generator = torch.Generator("cpu").manual_seed(seed)  # the caller's stream does not advance
+    unit = torch.rand(drawn.shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)
-    near = torch.cat([near, near * torch.logspace(-1, -len(near), len(near)).to(near)[:, None]])
-    # With the gradient, as paths need it: a model without one raises its error there.
-    log_prob, score = target.score(torch.cat([drawn, near]))
-    is_start = log_prob.isfinite() & score.isfinite().all(-1)
-    heights = log_prob.masked_fill(~is_start, -math.inf)
-    least = heights[: len(drawn)].amax() + SEARCH.near_gain
-    if drawn.abs().amax(-1).median() > SEARCH.far:
-        least = torch.full_like(least, -math.inf)
-    return near[heights[len(drawn) :] > least]
+    highest = _heights(target, drawn).amax()
+    for _ in range(RUNS.max_retries):
+        heights = _heights(target, near)
+        if (is_start := heights > -math.inf).all():
+            break
+        near = torch.where(is_start.unsqueeze(-1), near, SEARCH.nearer * near)
+    is_far = drawn.abs().amax(-1).median() > SEARCH.far
+    return near[heights > (-math.inf if is_far else highest + SEARCH.near_gain)]
+
+
+def _heights(target: Target, points: Tensor) -> Tensor:
+    """Return the log-density of points, -inf where it or its gradient is not finite."""
+    log_prob, score = target.score(points)
+    return log_prob.masked_fill(~(log_prob.isfinite() & score.isfinite().all(-1)), -math.inf)
 
 
 def seconds_of_climb(target: Target) -> float:

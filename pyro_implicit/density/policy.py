@@ -197,21 +197,20 @@ class SearchPolicy:
     #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
 
-    #: Points near the origin of unconstrained space, and points ever closer to it, from which paths
-    #: begin if the prior is too vague.
-    num_near: int = 10
-
-    #: Half the width of the cube of these points, and of that of draws of flat priors, as in Stan
-    #: and NumPyro.
+    #: Half the width of the cube of points near the origin of unconstrained space, and of that of
+    #: draws of flat priors, as in Stan and NumPyro.
     near_width: float = 2.0
 
-    #: Nats by which they must be more probable: draws of N(0, 1000^2) or Gamma(.001, .001) are by
-    #: ten thousands.
-    near_gain: float = 1000.0
+    #: Factor of such points at which the density or its gradient overflows.
+    nearer: float = 0.25
 
-    #: Largest coordinate of half of these draws above which such points are taken at any height:
-    #: in a flat tail, at exp(-80), draws may be more probable.
+    #: Largest coordinate of half of the prior's draws above which paths begin near the origin, too;
+    #: Gamma(.001, .001) has a flat tail from exp(-80), where the posterior may be more probable.
     far: float = 50.0
+
+    #: Nats by which points near the origin must be more probable than all draws of the prior, so
+    #: that paths begin there anyway.
+    near_gain: float = 1000.0
 
     #: Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25.
     num_draws: int = 16

@@ -387,7 +387,10 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     # Processes that divide the chains use all cores, on which threads of torch would wait actively.
     is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
     with single_thread(target is not None and (is_divided or target.is_small)):
-        return _fit_target(stages, target, refine)
+        result = _fit_target(stages, target, refine)
+        if target is not None and result.marginal is None:
+            result.remember_height(target)
+        return result
 
 
 def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | None:

@@ -448,6 +448,10 @@ class CorrectionPolicy:
     wide_shares: tuple[float, ...] = (0.15, 0.05)
     wide_scales: tuple[float, ...] = (2.0, 4.0)
 
+    #: Change of the log-density at a mode since the fit, relative if that is above 1, above which
+    #: data have changed; below it, the change may be rounding.
+    max_change: float = 1e-3
+
     @property
     def usual_share(self) -> float:
         """The share of draws with the guide's own noise."""

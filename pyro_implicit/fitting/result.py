@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -127,6 +128,8 @@ class Fit(Printed):
         weights cannot correct it where it is no guess.
     :param unweighted: the draws of an update before the weights of the earlier density over this
         prior; ``diagnose`` checks them, as the target has this prior.
+    :param height: the log-density at the first of ``modes``, by which methods that run the model
+        notice that its data have changed; None if it is not known.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
@@ -160,6 +163,7 @@ class Fit(Printed):
     extrapolated: float = 0.0
     coarse: float = 0.0
     unweighted: Any = field(default=None, repr=False)
+    height: float | None = field(default=None, repr=False)
     unsettled: str = ""
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
@@ -198,6 +202,20 @@ class Fit(Printed):
         with seeded(0, device):  # a loaded result, too, repeats its draws
             model = self._in_coordinates(self.model)
             return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
+
+    @property
+    def _same_target(self) -> Target:
+        """``target``, if the model has the density that was fitted."""
+        target, policy = self.target, self.policy.correction
+        if self.height is not None and self.modes is not None:
+            now = target.log_prob(self.modes[:1]).item()
+            if not abs(now - self.height) <= policy.max_change * max(1.0, abs(self.height)):
+                raise ValueError(
+                    f"the model's log-density at a mode was {self.height:.6g} in fit, and is "
+                    f"{now:.6g} now: its data, or variables that it reads, have changed. Cure: "
+                    "restore them, or fit again; result.update(...) for further data"
+                )
+        return target
 
     @property
     def model(self) -> Any:
@@ -348,7 +366,7 @@ class Fit(Printed):
         result = replace(self, stages=[*self.stages], interrupted=False)
         with result.stage("refine_more") as line:
             more = self.refined.more or partial(
-                continue_chains, Sampler(self.target, self.guide), chains
+                continue_chains, Sampler(self._same_target, self.guide), chains
             )
             result.refined = found = more(max_seconds, max_gradients, progress)
             line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
@@ -521,7 +539,7 @@ class Fit(Printed):
         if draws is None:
             draws = self._posterior(num_samples or EFFORT.num_samples)
         found = diagnose(
-            self.passes or self.target,
+            self.passes or self._same_target,
             draws,
             modes=modes,
             num_transitions=num_transitions,
@@ -687,7 +705,8 @@ class Fit(Printed):
         num_samples: int,
     ) -> PredictiveCheck:
         refuse_counts(DECISIONS.num_groups, num_samples=num_samples)
-        return predictive_check(group, self.target, self.draws_by_chain(num_samples), statistics)
+        draws = self.draws_by_chain(num_samples)
+        return predictive_check(group, self._same_target, draws, statistics)
 
     @in_turn
     @with_seed
@@ -740,7 +759,7 @@ class Fit(Printed):
            likelihood sensitivity with power-scaling*.
         """
         draws = self.draws_by_chain(DECISIONS.num_draws)
-        return power_scaling(self.target, draws, prior_sites, quantities)
+        return power_scaling(self._same_target, draws, prior_sites, quantities)
 
     @in_turn
     @with_seed
@@ -909,6 +928,17 @@ class Fit(Printed):
             ) from missing
         return self.source[1:]
 
+    def remember_height(self, target: Target) -> None:
+        """Keep the log-density at the best mode.
+
+        :param target: the posterior; its density is not remembered if float32 has only its
+            rounding, nor if the modes are of fewer latent variables.
+        """
+        if self.modes is None or target.is_wide or self.modes.shape[-1] != target.latent_dim:
+            return
+        height = target.log_prob(self.modes[:1]).item()
+        self.height = height if math.isfinite(height) else None
+
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
         if not has_exact_density(self.guide):
             raise ValueError(
@@ -918,7 +948,7 @@ class Fit(Printed):
         policy = self.policy.correction
         efficiency = self.correction or policy.least_efficiency
         return corrected_draws(
-            self.guide, self.target, num_samples, efficiency, policy, self.symmetries
+            self.guide, self._same_target, num_samples, efficiency, policy, self.symmetries
         )
 
     @contextmanager

@@ -366,7 +366,7 @@ def test_a_saddle_repels(seed, monkeypatch):
     start = torch.tensor([0.02, 0.3])
     density.init_loc = start
     density.sample_prior = lambda num_draws: torch.stack([start, -start] * 5)[:num_draws]
-    monkeypatch.setattr(module, "_beyond_the_prior", lambda target, drawn: drawn[:0])
+    monkeypatch.setattr(module, "_near_origin", lambda target, drawn, seed: drawn[:0])
     modes = find_modes(density, num_starts=4)
     top = math.sqrt(0.5)
     torch.testing.assert_close(

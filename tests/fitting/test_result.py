@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -222,6 +223,31 @@ def test_saved_and_loaded(kind, request, tmp_path):
     pyro.set_rng_seed(3)
     assert torch.equal(loaded.sample(50)["x"], expected)
     assert loaded.diagnose(num_samples=500).verdict in ("trust", "check", "do not trust")
+
+
+def test_changed_data_are_noticed(tmp_path):
+    """Their weights would leave a few draws between the old posterior and the new one."""
+    x = torch.linspace(-1, 1, 12)
+    y = 1.5 * x + 0.1
+
+    def line(y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(slope * x, 0.5).to_event(1), obs=y)
+
+    buffer = y.clone()
+    result = fit(line, "auto", buffer, **QUIET)
+    expected = result.sample(100, seed=0)["slope"]
+    result.save(tmp_path / "result.pt")
+    buffer.add_(0.2 * x)
+    changed = r"at a mode was -\d.* in fit, and is -\d.* Cure: restore them, or fit again"
+    for use in (partial(result.sample, 100), result.diagnose):
+        with pytest.raises(ValueError, match=changed):
+            use()
+    buffer.copy_(y)
+    assert torch.equal(result.sample(100, seed=0)["slope"], expected)
+    loaded = Fit.load(tmp_path / "result.pt", line, -y)
+    with pytest.raises(ValueError, match=changed):
+        Predictive(line, guide=loaded.posterior, num_samples=10)(y)
 
 
 def test_a_guide_that_cannot_be_pickled_is_named(tmp_path):

@@ -34,7 +34,7 @@ from pyro_implicit.infer.engine.traces import (
     refuse_nonfinite,
 )
 from pyro_implicit.runtime.global_state import refuse_outer_plates, same_streams
-from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown, warn_user
+from pyro_implicit.runtime.messages import first_line, refuse_counts, refuse_unknown, warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 
 __all__ = ["ElboState", "Pair", "StepELBO"]
@@ -425,11 +425,14 @@ class StepELBO(Trace_ELBO):
         self._particles.left_out.particles = impossible
         number = int(impossible.sum())
         if not self.num_left_out:
+            error = self.state.runs.error
+            raised = f"; the model raised {first_line(error)}" if error else ""
             warn_user(
                 f"{type(self).__name__}, step {self.num_steps_taken}: the model has no density at "
-                f"{number} of {self.num_particles} particles, which are left out ({terms}). This "
-                "warning is issued once; num_left_out counts them. Cure, if they are many: a "
-                "smaller init_scale, or priors in whose range the data are possible",
+                f"{number} of {self.num_particles} particles, which are left out "
+                f"({terms}{raised}). "
+                "This warning is issued once; num_left_out counts them. Cure, if they are many: a "
+                "smaller init_scale, or priors in whose range the data are possible"
             )
         self.num_left_out += number
         return loss, surrogate
