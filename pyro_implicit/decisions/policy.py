@@ -64,10 +64,6 @@ class DecisionPolicy:
     band_mass: float = 0.95
     num_ecdf_points: int = 50
 
-    #: Share of the points of a rootogram or of binned residuals outside of their intervals above
-    #: which they are named: twice the share that chance alone puts there.
-    max_outside: float = 0.1
-
     #: Replicated densities in a picture.
     num_curves: int = 40
 

@@ -126,8 +126,9 @@ class SiteCheck:
             return found
         if self.pit_ecdf.num_outside:
             found.append("predictions are not calibrated: the PIT-ECDF leaves its 95 % band")
+        # Twice the share of points that chance alone puts outside of their 95 % intervals.
+        limit = 2 * (1 - DECISIONS.band_mass)
         for name, band in (("residuals", self.residuals), ("frequencies", self.frequencies)):
-            limit = DECISIONS.max_outside
             if band is not None and band.num_outside > max(1, limit * len(band.x)):
                 found.append(f"{band.num_outside} of {len(band.x)} {name} are outside of the band")
         return found

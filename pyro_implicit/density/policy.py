@@ -335,10 +335,6 @@ class PilotPolicy:
     #: points the terms of single rows change visibly.
     spread: float = 1.0
 
-    #: Disjoint parts of the rows, each as large as the pilot, that divide the data: two are the
-    #: fewest that can disagree. The data must have at least so many times the pilot's rows.
-    num_parts: int = 2
-
     #: Nats by which the rise of the log-density over one unit, or over one standard deviation of
     #: each latent variable, may differ between divisions of the rows, or between two passes over
     #: minibatches: other rows, or randomness of the model. It shifts the posterior by as many

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -78,7 +77,7 @@ def find_pilot(target: Target, number: int) -> Target | None:
         a part of them, or if rows depend on each other.
     """
     size = largest_num_rows(target)
-    if size < PILOT.num_parts * number:
+    if size < 2 * number:
         return None
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     order = torch.randperm(size, generator=generator, device="cpu")
@@ -88,8 +87,10 @@ def find_pilot(target: Target, number: int) -> Target | None:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        if _factorises(target, order[: PILOT.num_parts * number].split(number), size):
-            few = _of_rows(target, order[:number], size)
+        # Two disjoint parts are the fewest that can disagree.
+        chosen, other = order[: 2 * number].split(number)
+        if _factorises(target, (chosen, other), size):
+            few = _of_rows(target, chosen, size)
             model = _ScaleRows(size / number, number)(target.model)
             pilot = Target(model, *few.args, model_kwargs=few.kwargs, sample_discrete=True)
             pilot.log_prob(pilot.init_loc.unsqueeze(0))
@@ -97,7 +98,7 @@ def find_pilot(target: Target, number: int) -> Target | None:
     return None
 
 
-def _factorises(target: Target, parts: Sequence[Tensor], size: int) -> bool:
+def _factorises(target: Target, parts: tuple[Tensor, Tensor], size: int) -> bool:
     """Return whether the divisions of the rows by each part agree on the rise of the prior."""
     target, points, total, noise = _wide_log_probs(target)
     rises = []
@@ -108,7 +109,7 @@ def _factorises(target: Target, parts: Sequence[Tensor], size: int) -> bool:
         for rows in (some, ~some):
             both = both + _of_rows(target, rows.nonzero()[:, 0], size).log_prob(points).double()
         rises.append(both.diff())
-    return all(bool(((rises[0] - rise).abs() <= noise).all()) for rise in rises[1:])
+    return bool(((rises[0] - rises[1]).abs() <= noise).all())
 
 
 def _wide_log_probs(target: Target) -> tuple[Target, Tensor, Tensor, float]:
