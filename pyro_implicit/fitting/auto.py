@@ -388,9 +388,17 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
     with single_thread(target is not None and (is_divided or target.is_small)):
         result = _fit_target(stages, target, refine)
-        if target is not None and result.marginal is None:
-            result.remember_height(target)
+        result.height = None if target is None else _height(result, target)
         return result
+
+
+def _height(result: Fit, target: Target) -> float | None:
+    """Return the log-density at the best mode; None if unknown, or nothing but rounding."""
+    modes = result.modes
+    if modes is None or modes.shape[-1] != target.latent_dim or target.is_wide:
+        return None
+    height = target.log_prob(modes[:1]).item()
+    return height if math.isfinite(height) else None
 
 
 def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -927,17 +926,6 @@ class Fit(Printed):
                 "give Fit.load the model's data: Fit.load(path, model, x, y)"
             ) from missing
         return self.source[1:]
-
-    def remember_height(self, target: Target) -> None:
-        """Keep the log-density at the best mode.
-
-        :param target: the posterior; its density is not remembered if float32 has only its
-            rounding, nor if the modes are of fewer latent variables.
-        """
-        if self.modes is None or target.is_wide or self.modes.shape[-1] != target.latent_dim:
-            return
-        height = target.log_prob(self.modes[:1]).item()
-        self.height = height if math.isfinite(height) else None
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
         if not has_exact_density(self.guide):
