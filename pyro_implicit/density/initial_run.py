@@ -11,11 +11,12 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import Unit
-from pyro.infer.autoguide import init_to_feasible, init_to_sample
+from pyro.infer.autoguide import init_to_feasible, init_to_median, init_to_sample
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import biject_to
 
 from pyro_implicit.density.bijections import on_one_turn, turns_of
 from pyro_implicit.density.checks import refuse_moving_sites, refuse_unfit_sites
@@ -130,8 +131,15 @@ class InitialRun:
         warn_of_missing_data(self.model, self.trace, args, kwargs)
 
     def _run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
+        trace = self._first_possible(initialisations(init_loc_fn))
+        if init_loc_fn is init_to_median and _is_extreme(trace):
+            with suppress(Exception):  # of the model
+                trace = self._first_possible([init_to_feasible])
+        return trace
+
+    def _first_possible(self, inits: list[Callable[[dict[str, Any]], Tensor]]) -> Trace:
         first_error = None
-        for init in initialisations(init_loc_fn):
+        for init in inits:
             start, masks = FlatPriorStart(init, like=self.like), MaskWatch()
             try:
                 with (
@@ -252,6 +260,15 @@ def prior_run(
     init = FlatPriorStart(init_to_sample, spread=SEARCH.near_width, like=like)
     with poutine.block(), InitMessenger(init), poutine.block(hide_fn=_is_drawn):
         return poutine.trace(model).get_trace(*args, **kwargs)
+
+
+def _is_extreme(trace: Trace) -> bool:
+    """Return whether a latent variable is too large for an initial value, as of vague priors."""
+    return any(
+        not (biject_to(site["fn"].support).inv(site["value"]).abs() < RUNS.extreme).all()
+        for site in trace.nodes.values()
+        if is_latent(site) and not is_discrete_latent(site)
+    )
 
 
 def _is_drawn(site: Site) -> bool:

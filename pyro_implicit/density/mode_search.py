@@ -10,7 +10,7 @@ import torch
 from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
-from pyro_implicit.density.checks.numerics import blame, finite_log_prob, is_rounding
+from pyro_implicit.density.checks.numerics import blame, finite_log_prob, heights_of, is_rounding
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.policy import COST, RUNS, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed
@@ -174,20 +174,14 @@ def _near_origin(target: Target, drawn: Tensor, seed: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)  # the caller's stream does not advance
     unit = torch.rand(drawn.shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)
-    highest = _heights(target, drawn).amax()
+    highest = heights_of(target, drawn).amax()
     for _ in range(RUNS.max_retries):
-        heights = _heights(target, near)
+        heights = heights_of(target, near)
         if (is_start := heights > -math.inf).all():
             break
         near = torch.where(is_start.unsqueeze(-1), near, SEARCH.nearer * near)
     is_far = drawn.abs().amax(-1).median() > SEARCH.far
     return near[heights > (-math.inf if is_far else highest + SEARCH.near_gain)]
-
-
-def _heights(target: Target, points: Tensor) -> Tensor:
-    """Return the log-density of points, -inf where it or its gradient is not finite."""
-    log_prob, score = target.score(points)
-    return log_prob.masked_fill(~(log_prob.isfinite() & score.isfinite().all(-1)), -math.inf)
 
 
 def seconds_of_climb(target: Target) -> float:

@@ -37,6 +37,10 @@ class RunPolicy:
     #: is raised. As Pyro's ``initialize_model``, which tries 100 points.
     max_retries: int = 10
 
+    #: Unconstrained coordinate of a prior's median above which the initial value is the origin:
+    #: float32 has one decimal place there. Effects whose precision is Gamma(.001, .001) have 1e17.
+    extreme: float = 1e6
+
     #: Groups of runs that take the same branches. With more groups, if they are more than half as
     #: many as the runs, vectorisation gains nothing.
     max_groups: int = 8

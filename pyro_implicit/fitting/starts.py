@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.checks.numerics import finite_log_prob
+from pyro_implicit.density.checks.numerics import finite_log_prob, heights_of
 from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.policy import DEFAULT, StartPolicy
@@ -31,7 +31,7 @@ def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Te
     step = policy.spread * (drawn[0] - target.init_loc) if len(drawn) else 0.0
     shares = torch.tensor(policy.shares).to(target.init_loc).unsqueeze(-1)
     starts = shares * (target.init_loc + step)
-    heights = finite_log_prob(target, starts)
+    heights = heights_of(target, starts)
     accepted = heights > heights.max() - policy.max_fall * target.latent_dim
     values = target.constrain(starts[int(accepted.to(torch.uint8).argmax())])
     if isinstance(target.model, nn.Module):

@@ -480,3 +480,37 @@ def test_a_density_without_second_derivatives_is_left_alone() -> None:
         pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=torch.zeros(20))
 
     assert find_marginal(Target(model)) is None
+
+
+def test_vague_priors() -> None:
+    """The gradient of group means whose prior medians, 1e17, would round them to whole numbers."""
+    stream = torch.Generator().manual_seed(0)
+    y = 1500.0 + 40.0 * torch.randn(120, 1, generator=stream)
+    y = y + 50.0 * torch.randn(120, 4, generator=stream)
+
+    def model(y: Tensor) -> None:
+        centre = pyro.sample("centre", dist.Normal(0.0, 1e5))
+        between = pyro.sample("between", dist.Gamma(0.001, 0.001))
+        within = pyro.sample("within", dist.Gamma(0.001, 0.001))
+        with pyro.plate("groups", 120, dim=-2):
+            mean = pyro.sample("mean", dist.Normal(centre, between**-0.5))
+            with pyro.plate("rows", 4, dim=-1):
+                pyro.sample("y", dist.Normal(mean, within**-0.5), obs=y)
+
+    def exactly(rest: Tensor) -> Tensor:
+        centre, between, within = rest[0], rest[1].exp(), rest[2].exp()
+        means, data = y.double().mean(1), y.double()
+        of_means = dist.Normal(centre, (1 / between + 1 / (4 * within)).sqrt()).log_prob(means)
+        inner = -0.5 * within * (data - means.unsqueeze(1)).square().sum()
+        inner = inner + 180 * within.log()
+        return of_means.sum() + inner + dist.Normal(0.0, 1e5).log_prob(centre)
+
+    marginal = find_marginal(Target(model, y))
+    assert marginal is not None and marginal.names == ["mean"]
+    points = torch.tensor([[1503.0, -7.4, -7.82], [1510.0, -7.0, -7.9]])
+    value, score = marginal.evaluate(points.double())
+    expected = torch.stack([exactly(point) for point in points.double()])
+    slopes = torch.stack([torch.func.grad(exactly)(point) for point in points.double()])
+    # The priors of the precisions are flat in their logarithms, up to 0.001.
+    torch.testing.assert_close(value.diff(), expected.diff(), rtol=1e-5, atol=2e-3)
+    torch.testing.assert_close(score, slopes, rtol=1e-3, atol=5e-3)

@@ -602,3 +602,30 @@ def test_a_target_that_mixes_precisions_stays_narrow():
     for one, other in zip(before, target.score(points), strict=True):
         assert torch.equal(one, other)
     assert target.is_vectorized
+
+
+def test_a_prior_whose_medians_are_extreme():
+    """Effects with a precision of Gamma(.001, .001) have a median of 1e150 or so."""
+
+    def model():
+        centre = pyro.sample("centre", dist.Normal(1500.0, 100.0))
+        precision = pyro.sample("precision", dist.Gamma(0.001, 0.001))
+        pyro.sample("effects", dist.Normal(centre, precision**-0.5).expand([20]).to_event(1))
+
+    assert Target(model).init_loc.tolist() == [0.0] * 22
+    pyro.set_rng_seed(0)
+    told = Target(model, init_loc_fn=init_to_value(values={"centre": torch.tensor(3.0)}))
+    assert told.init_loc[0] == 3.0
+
+
+def test_a_factor_that_is_nan_at_all_draws_of_the_prior():
+    time = torch.tensor([1.0, 2.0, 5.0])
+
+    def model():
+        log_rate = pyro.sample("log_rate", dist.Normal(0.0, 1e6))
+        shape = pyro.sample("shape", dist.Gamma(0.001, 0.001))
+        pyro.factor("data", dist.Weibull(log_rate.exp(), shape).log_prob(time).sum())
+
+    assert Target(model).init_loc.tolist() == [0.0, 0.0]
+    guide = AutoSemiImplicit(model, frame=None)
+    assert all(value.isfinite() for value in guide().values())

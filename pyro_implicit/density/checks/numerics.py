@@ -31,7 +31,9 @@ __all__ = [
     "InexactArithmetic",
     "beyond_resolution",
     "blame",
+    "finite_log_prob",
     "harmful_rounding",
+    "heights_of",
     "is_rounding",
     "loses_digits",
     "warn_of_lost_gradients",
@@ -220,6 +222,12 @@ def finite_log_prob(target: Target, points: Tensor) -> Tensor:
     """Return the log-density at points ``(*batch, latent_dim)``; -inf where it is not finite."""
     flat = target.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
     return flat.nan_to_num(-math.inf, -math.inf, -math.inf)
+
+
+def heights_of(target: Target, points: Tensor) -> Tensor:
+    """Return the log-density at points ``(n, latent_dim)``; -inf if it has no finite gradient."""
+    log_prob, score = target.score(points)
+    return log_prob.masked_fill(~(log_prob.isfinite() & score.isfinite().all(-1)), -math.inf)
 
 
 def is_rounding(target: Target, points: Tensor) -> Tensor:
