@@ -160,7 +160,7 @@ ROWS = [
             ("injective", 0.6, 3.0),
             ("livi", 0.8, 3.0),
             ("kivi", 2.4, 3.0),
-            ("sivi", 2.1, 1.0),
+            ("sivi", 2.4, 1.0),
         )
         if seed == 0 or encoder != "sivi"
     ),
