@@ -132,9 +132,9 @@ class InitialRun:
 
     def _run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
         trace = self._first_possible(initialisations(init_loc_fn))
-        if init_loc_fn is init_to_median and _is_extreme(trace):
-            with suppress(Exception):  # of the model
-                trace = self._first_possible([init_to_feasible])
+        with suppress(Exception):  # of the model, or of latents without coordinates, refused later
+            if init_loc_fn is init_to_median and _is_extreme(trace):
+                return self._first_possible([init_to_feasible])
         return trace
 
     def _first_possible(self, inits: list[Callable[[dict[str, Any]], Tensor]]) -> Trace:
