@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bijections in place of those of torch: angles within one turn, and small shares of a simplex."""
+"""Bijections in place of those of torch: angles within one turn, small shares of a simplex; and to
+positive definite matrices, for which torch has none."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from pyro_implicit.density.policy import ANGLES
 from pyro_implicit.runtime.sites import innermost_support, is_latent
 
 __all__ = [
+    "LogCholesky",
     "StickBreaking",
     "intervals_of",
     "on_one_turn",
@@ -297,3 +299,68 @@ def with_small_shares(transform: Any) -> Any:
 def _offset(x: Tensor) -> Tensor:
     """Return the logarithms of the numbers of later shares, which make x = 0 the even shares."""
     return torch.arange(x.shape[-1], 0, -1, dtype=x.dtype, device=x.device).log()
+
+
+class LogCholesky(Transform):
+    r"""Bijection from vectors to positive definite matrices, for which torch has none.
+
+    .. math::
+        X = L L^T, \qquad L_{ii} = e^{u_{ii}}, \qquad L_{ij} = u_{ij} \text{ for } i > j, \qquad
+        \log |\det J| = d \log 2 + \sum_{i=1}^d (d - i + 2)\, u_{ii}.
+
+    ``biject_to`` returns it for the support of ``Wishart``, so that Pyro's guides and NUTS have
+    coordinates of such latent variables, too.
+
+    **Example:**
+
+    >>> transform = biject_to(constraints.positive_definite)
+    >>> transform(torch.tensor([0.0, 2.0, 0.0]))
+    tensor([[1., 2.],
+            [2., 5.]])
+
+    **Reference:** Pinheiro and Bates (1996), *Unconstrained parametrizations for
+    variance-covariance matrices*, section 2.2.
+    """
+
+    domain = constraints.real_vector
+    codomain = constraints.positive_definite
+    bijective = True
+
+    def forward_shape(self, shape: Any) -> torch.Size:
+        """Return the shape of matrices, ``(*batch, d, d)``."""
+        dim = _matrix_dim(shape[-1])
+        return torch.Size((*shape[:-1], dim, dim))
+
+    def inverse_shape(self, shape: Any) -> torch.Size:
+        """Return the shape of vectors, ``(*batch, d (d + 1) / 2)``."""
+        return torch.Size((*shape[:-2], shape[-1] * (shape[-1] + 1) // 2))
+
+    def _call(self, x: Tensor) -> Tensor:
+        dim = _matrix_dim(x.shape[-1])
+        row, column = torch.tril_indices(dim, dim, device=x.device)
+        place = torch.full((dim, dim), x.shape[-1], device=x.device)  # of a zero
+        place[row, column] = torch.arange(x.shape[-1], device=x.device)
+        factor = pad(x, (0, 1))[..., place]
+        factor = factor.tril(-1) + factor.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
+        return factor @ factor.mT
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        factor = torch.linalg.cholesky(y)
+        factor = factor.tril(-1) + factor.diagonal(dim1=-2, dim2=-1).log().diag_embed()
+        row, column = torch.tril_indices(*y.shape[-2:], device=y.device)
+        return factor[..., row, column]
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the log-determinant, ``(*batch,)``."""
+        dim = y.shape[-1]
+        number = torch.arange(1, dim + 1, device=x.device)
+        return dim * math.log(2) + x[..., number * (number + 1) // 2 - 1] @ (dim - number + 2).to(x)
+
+
+def _matrix_dim(num_entries: int) -> int:
+    return (math.isqrt(8 * num_entries + 1) - 1) // 2
+
+
+@biject_to.register(constraints.positive_definite)
+def _(constraint: constraints.Constraint) -> Transform:
+    return LogCholesky()

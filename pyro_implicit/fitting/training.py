@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoGuideList
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMessenger
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
@@ -376,6 +376,7 @@ def default_loss(
     ``AutoGuideList`` with an implicit part        ``LIVI_ELBO`` if all implicit parts are
                                                    semi-implicit, else ``KIVI_ELBO``
     :class:`AutoAmortized`                         ``LIVI_ELBO`` if semi-implicit
+    Pyro's ``AutoMessenger``                       :class:`ImplicitELBO` of at most 8 particles
     every other guide                              :class:`ImplicitELBO`
     ============================================== ==================================
 
@@ -418,7 +419,11 @@ def default_loss(
         return InjectiveELBO(num_particles, coverage=coverage, **options)
     if isinstance(guide, AutoAmortized) and guide.is_semi_implicit:
         return LIVI_ELBO(num_particles, **options)
-    return (KIVI_ELBO if implicit else ImplicitELBO)(num_particles, **options)
+    if implicit:
+        return KIVI_ELBO(num_particles, **options)
+    if isinstance(guide, AutoMessenger):  # whose draws are not vectorised
+        num_particles = min(num_particles, DEFAULT.training.few_particles)
+    return ImplicitELBO(num_particles, **options)
 
 
 def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -449,7 +449,6 @@ def test_single_precision(name):
 @pytest.mark.parametrize(
     ("fn", "cure"),
     [
-        (lambda: dist.Wishart(torch.tensor(20.0), torch.eye(2)), "Cure: a Cholesky factor of it"),
         (lambda: dist.ProjectedNormal(torch.ones(3)), "Cure: dist.ProjectedNormal, and a model"),
         (
             lambda: dist.MixtureSameFamily(

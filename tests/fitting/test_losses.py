@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 from pyro import poutine
-from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal, AutoNormalMessenger
 
 from pyro_implicit.fitting import default_loss, fit
 from pyro_implicit.generators import MLP, AutoregressiveGenerator, GatedMLP, ResidualGenerator
@@ -25,6 +25,7 @@ def test_by_the_kind_of_guide():
     assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
     assert type(default_loss(AutoNormal(model), 7)) is ImplicitELBO
     assert default_loss(AutoDelta(model), 7).num_particles == 1  # its draws are all the same
+    assert default_loss(AutoNormalMessenger(model), 128).num_particles == 8  # one after the other
 
 
 @pytest.mark.parametrize(

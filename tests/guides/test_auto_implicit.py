@@ -272,15 +272,14 @@ def latent(fn):
     return only
 
 
-@pytest.mark.filterwarnings("ignore:Singular sample")  # said by torch of each sound one
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
         (
-            latent(dist.Wishart(torch.tensor(5.0), torch.eye(2))),
+            latent(dist.VonMises3D(torch.tensor([1.0, 0.0, 0.0]))),
             {},
             ValueError,
-            "latent 'v' has no",
+            "'v'. Consider using ProjectedNormal",
         ),
         (latent(dist.Poisson(3.0)), {}, ValueError, "'v' is a discrete latent .*Cure"),
         (

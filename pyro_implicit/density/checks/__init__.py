@@ -127,12 +127,7 @@ def _refuse_boundless(name: str, site: Site) -> None:
         biject_to(support)
     except NotImplementedError:
         cure = "another distribution, or the same written as a function of other sites"
-        if isinstance(support, type(constraints.positive_definite)):
-            cure = (
-                "a Cholesky factor of it, such as scale.unsqueeze(-1) * pyro.sample('"
-                f"{name}_cholesky', dist.LKJCholesky(dim)) with a site for the scales"
-            )
-        elif support is sphere:
+        if support is sphere:
             cure = (
                 "dist.ProjectedNormal, and a model reparameterised by poutine.reparam(config="
                 f"{{'{name}': ProjectedNormalReparam()}})"
