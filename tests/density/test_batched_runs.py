@@ -265,3 +265,26 @@ def test_a_warm_batch_makes_few_calls():
     finally:
         sys.setprofile(None)
     assert len(calls) <= 9 and len({file for file, _ in calls}) <= 3
+
+
+@pytest.mark.parametrize("error", [IndexError, AssertionError, ValueError])
+def test_faults_of_the_model_are_told_from_impossible_values(error):
+    """A model that looks up a table, say, and rejects no values by itself."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if x > 0.5:
+            raise error("row 7 of the table")
+        pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(0.3))
+
+    prepared, values = prepare(lambda: pyro.sample("x", dist.Normal(0.0, 1.0)))
+    prepared.model = model
+    values["x"] = torch.tensor([0.0, 0.7, 0.2, 0.9])
+    runs = BatchedRuns("Test", mode=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = runs.map(prepared, values, lambda trace: log_probs(trace)[1])
+    assert found.isnan().tolist() == [False, True, False, True]
+    expected = [] if error is ValueError else [f"raised {error.__name__}: row 7 of the table at"]
+    assert len(told) == len(expected)
+    assert all(text in str(one.message) for text, one in zip(expected, told, strict=True))
