@@ -126,7 +126,7 @@ class SiteCheck:
             return found
         if self.pit_ecdf.num_outside:
             found.append("predictions are not calibrated: the PIT-ECDF leaves its 95 % band")
-        # Twice the share of points that chance alone puts outside of their 95 % intervals.
+        # Twice the share of points that chance alone puts outside of their intervals.
         limit = 2 * (1 - DECISIONS.band_mass)
         for name, band in (("residuals", self.residuals), ("frequencies", self.frequencies)):
             if band is not None and band.num_outside > max(1, limit * len(band.x)):

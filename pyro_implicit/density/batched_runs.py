@@ -64,6 +64,7 @@ class BatchedRuns:
         self.checked = mode is False
         #: The last error that the model raised at impossible values.
         self.error: Exception | None = None
+        self._named: set[type] = set()
         # Functions are replaced until a whole batch did not need it, and again after an error.
         self._replaces = True
         self._must_replace = False
@@ -260,12 +261,13 @@ class BatchedRuns:
         return row.reshape(1), map_tree(lambda leaf: leaf.unsqueeze(0), found)
 
     def _warn_of_fault(self, error: Exception) -> None:
-        """Warn of an error that is rather a fault of the model than a sign of impossible values."""
-        if not isinstance(self.error, type(error)):
+        """Warn once of an error that may be a fault of the model."""
+        if type(error) not in self._named:
+            self._named.add(type(error))
             warn_user(
                 f"the model raised {first_line(error)} at some values of its latent variables, "
-                "which count as impossible. Cure: correct the model; to exclude values, raise a "
-                "ValueError, or add a pyro.factor of -inf"
+                "which count as impossible. Cure: if they are not, correct the model; if they are, "
+                "raise a ValueError, or add a pyro.factor of -inf"
             )
 
     def _join(self, parts: list[Part], otherwise: Any) -> Any:

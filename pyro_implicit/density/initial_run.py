@@ -134,7 +134,9 @@ class InitialRun:
         trace = self._first_possible(initialisations(init_loc_fn))
         with suppress(Exception):  # of the model, or of latents without coordinates, refused later
             if init_loc_fn is init_to_median and _is_extreme(trace):
-                return self._first_possible([init_to_feasible])
+                again = self._first_possible(initialisations(init_to_sample))
+                if _is_extreme(trace, again):
+                    return self._first_possible([init_to_feasible])
         return trace
 
     def _first_possible(self, inits: list[Callable[[dict[str, Any]], Tensor]]) -> Trace:
@@ -262,13 +264,23 @@ def prior_run(
         return poutine.trace(model).get_trace(*args, **kwargs)
 
 
-def _is_extreme(trace: Trace) -> bool:
-    """Return whether a latent variable is too large for an initial value, as of vague priors."""
-    return any(
-        not (biject_to(site["fn"].support).inv(site["value"]).abs() < RUNS.extreme).all()
-        for site in trace.nodes.values()
-        if is_latent(site) and not is_discrete_latent(site)
-    )
+def _is_extreme(trace: Trace, again: Trace | None = None) -> bool:
+    """Return whether a latent variable is too large for an initial value.
+
+    :param again: another run. If values are large because the prior is vague, and not because it
+        has such a location, they differ by a multiple of their size.
+    """
+    for name, site in trace.nodes.items():
+        if is_latent(site) and not is_discrete_latent(site):
+            inverse = biject_to(site["fn"].support).inv
+            value = inverse(site["value"])
+            is_far = ~(value.abs() < RUNS.extreme)
+            if again is not None:
+                change = (value - inverse(again.nodes[name]["value"])).abs()
+                is_far &= ~(change < RUNS.least_spread * value.abs())
+            if is_far.any():
+                return True
+    return False
 
 
 def _is_drawn(site: Site) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_implicit.density.checks.numerics import blame, finite_log_prob, heights_of, is_rounding
 from pyro_implicit.density.cost import estimated_seconds, nearby
@@ -19,6 +20,7 @@ from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
 from pyro_implicit.runtime.progress import Watch, watch
+from pyro_implicit.runtime.sites import innermost_support
 
 __all__ = ["Modes", "antithetic_noise", "find_modes", "gaussian_elbo", "seconds_of_climb"]
 
@@ -78,10 +80,7 @@ def find_modes(
     :param max_gap: nats; modes whose ELBO is further below the best one are dropped.
     :param max_seconds: limit of wall time, after the first step of all paths. A search that it ends
         is not reproducible.
-    :param starts: further initial points of the first round, ``(n, latent_dim)``. The prior is too
-        vague if half of its draws have a coordinate above 50 in unconstrained space, or if fixed
-        points near the origin are 1,000 nats more probable than all draws; paths begin at these
-        points, too.
+    :param starts: further initial points of the first round, ``(n, latent_dim)``.
     :param symmetries: symmetries of the density; one is kept of all modes that they map to each
         other.
     :returns: at least one mode.
@@ -104,7 +103,7 @@ def find_modes(
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     near = drawn[:0]
     if num_starts > 1:  # a single start decides which mode is found
-        near = _near_origin(target, drawn, 0)
+        near = _near_origin(target, drawn, 0, limit)
     starts = torch.cat([drawn, near, *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
@@ -139,7 +138,7 @@ def find_modes(
                 break
             starts = target.sample_prior(num_starts)
             if len(near):
-                starts = torch.cat([starts, _near_origin(target, starts, number)])
+                starts = torch.cat([starts, _near_origin(target, starts, number, limit)])
     return modes
 
 
@@ -164,24 +163,40 @@ def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
     return torch.tensor(found)
 
 
-def _near_origin(target: Target, drawn: Tensor, seed: int) -> Tensor:
-    """Return as many points near the origin as there are draws, if the prior is too vague.
+def _near_origin(target: Target, drawn: Tensor, seed: int, limit: TimeLimit) -> Tensor:
+    """Return points near the origin from which paths begin, too.
 
-    Draws of a prior such as N(0, 1000^2) or Gamma(.001, .001) are so far away that no path reaches
-    the posterior, or that gradients overflow. With large covariates, these overflow near the
-    origin, too: such points move towards it.
+    Draws of a vague prior, such as N(0, 1000^2) or Gamma(.001, .001), are so far away that no path
+    reaches the posterior, or that gradients overflow: there are as many points as draws. With large
+    covariates, gradients overflow near the origin, too: such points move towards it. Other priors
+    have points that are far more probable than all draws, if any.
     """
     generator = torch.Generator("cpu").manual_seed(seed)  # the caller's stream does not advance
     unit = torch.rand(drawn.shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)
-    highest = heights_of(target, drawn).amax()
+    heights = heights_of(target, near)
     for _ in range(RUNS.max_retries):
-        heights = heights_of(target, near)
-        if (is_start := heights > -math.inf).all():
+        lost = heights.isinf()
+        if not lost.any() or limit.is_over():
             break
-        near = torch.where(is_start.unsqueeze(-1), near, SEARCH.nearer * near)
-    is_far = drawn.abs().amax(-1).median() > SEARCH.far
-    return near[heights > (-math.inf if is_far else highest + SEARCH.near_gain)]
+        near[lost] = SEARCH.shrink * near[lost]
+        heights[lost] = heights_of(target, near[lost])
+    least = -math.inf
+    if not _is_vague(target, drawn):
+        least = heights_of(target, drawn).amax().item() + SEARCH.near_gain
+    return near[heights > least]
+
+
+def _is_vague(target: Target, drawn: Tensor) -> bool:
+    middle = drawn.median(0).values
+    spread = (drawn - middle).abs().median(0).values
+    supports = {name: innermost_support(site["fn"].support) for name, site in target.sites.items()}
+    real = type(constraints.real)
+    sizes = [
+        (spread if isinstance(supports[name], real) else middle.abs())[place.flatten()]
+        for name, place in target.places.items()
+    ]
+    return bool((torch.cat(sizes) > SEARCH.far).any())
 
 
 def seconds_of_climb(target: Target) -> float:

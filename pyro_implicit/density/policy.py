@@ -41,6 +41,10 @@ class RunPolicy:
     #: float32 has one decimal place there. Effects whose precision is Gamma(.001, .001) have 1e17.
     extreme: float = 1e6
 
+    #: Change of such a coordinate in another draw of the prior, as a share of its size, below which
+    #: the prior has this location.
+    least_spread: float = 0.3
+
     #: Groups of runs that take the same branches. With more groups, if they are more than half as
     #: many as the runs, vectorisation gains nothing.
     max_groups: int = 8
@@ -205,15 +209,15 @@ class SearchPolicy:
     #: draws of flat priors, as in Stan and NumPyro.
     near_width: float = 2.0
 
-    #: Factor of such points at which the density or its gradient overflows.
-    nearer: float = 0.25
+    #: Factor by which such points shrink if the density or its gradient overflows there.
+    shrink: float = 0.25
 
-    #: Largest coordinate of half of the prior's draws above which paths begin near the origin, too;
-    #: Gamma(.001, .001) has a flat tail from exp(-80), where the posterior may be more probable.
+    #: A prior is too vague if, over its draws, the median deviation of an unbounded latent variable
+    #: from its median, or the median size of another one's unconstrained coordinate, is larger.
+    #: Gamma(.001, .001) has a flat tail below exp(-80), more probable than the posterior at times.
     far: float = 50.0
 
-    #: Nats by which points near the origin must be more probable than all draws of the prior, so
-    #: that paths begin there anyway.
+    #: Nats by which points near the origin must be more probable than all draws of another prior.
     near_gain: float = 1000.0
 
     #: Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25.

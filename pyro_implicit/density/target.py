@@ -68,7 +68,8 @@ class Target:
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param init_loc_fn: determines ``init_loc``, see Pyro's :ref:`autoguide-initialization`. Flat
         priors that it cannot initialise get 0. If the model raises an error there, ``init_loc`` is
-        a draw of the prior.
+        a draw of the prior, or else the origin; it is the origin, too, if medians of a vague prior
+        are above 1e6.
     :param model_kwargs: more keyword arguments of the model, whatever their names.
     :param sample_discrete: whether discrete latent variables get coordinates if Pyro cannot
         enumerate them, their joint enumeration is too large, or all latent variables are discrete.

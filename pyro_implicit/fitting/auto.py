@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.poutine.util import site_is_subsample
+from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks import MovingSupportError
@@ -52,7 +54,7 @@ from pyro_implicit.fitting.network_fit import (
     train_by_minibatches,
 )
 from pyro_implicit.fitting.parameters import keep_frozen
-from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
+from pyro_implicit.fitting.policy import DEFAULT, ChangePolicy, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
     Plan,
@@ -69,12 +71,13 @@ from pyro_implicit.fitting.turns import find_phases, middle_of_turns
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.policy import MINIBATCH_INIT_SCALE
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import in_turn, single_thread, with_seed
+from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
 from pyro_implicit.runtime.messages import (
     first_line,
     refuse_counts,
@@ -388,17 +391,21 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
     with single_thread(target is not None and (is_divided or target.is_small)):
         result = _fit_target(stages, target, refine)
-        result.height = None if target is None else _height(result, target)
+        if not (target is None or target.is_wide or isinstance(stages.model, NetworkModel)):
+            with suppress(Exception, KeyboardInterrupt):  # the result stands without it
+                result.known = _known_points(result, target, stages.policy.change)
         return result
 
 
-def _height(result: Fit, target: Target) -> float | None:
-    """Return the log-density at the best mode; None if unknown, or nothing but rounding."""
-    modes = result.modes
-    if modes is None or modes.shape[-1] != target.latent_dim or target.is_wide:
-        return None
-    height = target.log_prob(modes[:1]).item()
-    return height if math.isfinite(height) else None
+def _known_points(
+    result: Fit, target: Target, policy: ChangePolicy
+) -> tuple[Tensor, Tensor] | None:
+    """Return draws and the log-density there."""
+    with same_streams(target.init_loc.device):
+        points = Sampler(target, result.guide).draw(policy.num_points)
+    heights = target.log_prob(points)
+    is_known = heights.isfinite()
+    return (points[is_known], heights[is_known]) if is_known.any() else None
 
 
 def _find_target(stages: Stages, refine: Literal["auto"] | bool) -> Target | None:

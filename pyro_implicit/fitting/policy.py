@@ -33,6 +33,7 @@ __all__ = [
     "DENORMAL_MARGIN",
     "DRAWS_AT_ONCE",
     "BudgetPolicy",
+    "ChangePolicy",
     "ChoicePolicy",
     "CorrectionPolicy",
     "FitPolicy",
@@ -398,6 +399,18 @@ class ChoicePolicy:
 
 
 @dataclass(frozen=True)
+class ChangePolicy:
+    """How a result notices that the data of its model have changed."""
+
+    #: Draws at which log-densities are compared.
+    num_points: int = 3
+
+    #: Nats of a change that matters, and share of the log-density that may be rounding in float32.
+    absolute: float = 0.1
+    relative: float = 1e-5
+
+
+@dataclass(frozen=True)
 class CorrectionPolicy:
     """Importance weights of a guide with an exact density."""
 
@@ -447,10 +460,6 @@ class CorrectionPolicy:
     #: Weighted average importance sampling and defensive mixture distributions).
     wide_shares: tuple[float, ...] = (0.15, 0.05)
     wide_scales: tuple[float, ...] = (2.0, 4.0)
-
-    #: Change of the log-density at a mode since the fit, relative if that is above 1, above which
-    #: data have changed; below it, the change may be rounding.
-    max_change: float = 1e-3
 
     @property
     def usual_share(self) -> float:
@@ -832,6 +841,9 @@ class FitPolicy:
 
     #: The choice between candidates.
     choice: ChoicePolicy = field(default_factory=ChoicePolicy)
+
+    #: Changed data.
+    change: ChangePolicy = field(default_factory=ChangePolicy)
 
     #: Importance weights.
     correction: CorrectionPolicy = field(default_factory=CorrectionPolicy)

@@ -127,8 +127,8 @@ class Fit(Printed):
         weights cannot correct it where it is no guess.
     :param unweighted: the draws of an update before the weights of the earlier density over this
         prior; ``diagnose`` checks them, as the target has this prior.
-    :param height: the log-density at the first of ``modes``, by which methods that run the model
-        notice that its data have changed; None if it is not known.
+    :param known: some vectors and the log-density there, by which ``target`` notices that the
+        model's data have changed; None for minibatches, and after rounding.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
@@ -162,7 +162,7 @@ class Fit(Printed):
     extrapolated: float = 0.0
     coarse: float = 0.0
     unweighted: Any = field(default=None, repr=False)
-    height: float | None = field(default=None, repr=False)
+    known: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     unsettled: str = ""
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
@@ -189,32 +189,42 @@ class Fit(Printed):
         """
         return own_parameters(self.parameters, self.source[0], self.guide)
 
-    @cached_property
+    @property
     def target(self) -> Target:
         """The posterior as a function of the unconstrained latent variables.
 
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
+        :raises ValueError: if the log-density is no longer the one that was fitted.
         """
+        target = self._target
+        if self.known is not None:
+            points, before = self.known
+            with self.own_parameters():
+                now = target.log_prob(points.to(target.init_loc)).to(before)
+            policy = self.policy.change
+            change = (now - before).abs() - policy.relative * before.abs()
+            if not (change <= policy.absolute).all():
+                worst = int(change.argmax())
+                raise ValueError(
+                    f"the model's log-density at a draw was {before[worst]:.6g} in fit, and is "
+                    f"{now[worst]:.6g} now: its data, its mode (.train()) or variables that it "
+                    "reads have changed. Cure: restore them, or fit again; new tensors for the "
+                    "next data of result.update(...)"
+                )
+        return target
+
+    @target.setter
+    def target(self, target: Target) -> None:
+        self._target = target
+
+    @cached_property
+    def _target(self) -> Target:
         args, kwargs = self._of_all_data()
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with seeded(0, device):  # a loaded result, too, repeats its draws
             model = self._in_coordinates(self.model)
             return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
-
-    @property
-    def _same_target(self) -> Target:
-        """``target``, if the model has the density that was fitted."""
-        target, policy = self.target, self.policy.correction
-        if self.height is not None and self.modes is not None:
-            now = target.log_prob(self.modes[:1]).item()
-            if not abs(now - self.height) <= policy.max_change * max(1.0, abs(self.height)):
-                raise ValueError(
-                    f"the model's log-density at a mode was {self.height:.6g} in fit, and is "
-                    f"{now:.6g} now: its data, or variables that it reads, have changed. Cure: "
-                    "restore them, or fit again; result.update(...) for further data"
-                )
-        return target
 
     @property
     def model(self) -> Any:
@@ -271,7 +281,7 @@ class Fit(Printed):
             advance; without a seed they are used.
         :param model_kwargs: keyword arguments of the guide whose names this method has, too.
         :returns: by site, ``(num_samples, *site_shape)``.
-        :raises ValueError: for no draws, and for ``corrected=True`` and a guide without an exact
+        :raises ValueError: for changed data, no draws, and for ``corrected=True`` and a guide without an exact
             density.
         """
         refuse_counts(num_samples=num_samples)
@@ -287,6 +297,7 @@ class Fit(Printed):
 
     @property
     @in_turn
+    @_by_own_parameters
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
         number = self.policy.choice.num_kept
@@ -365,7 +376,7 @@ class Fit(Printed):
         result = replace(self, stages=[*self.stages], interrupted=False)
         with result.stage("refine_more") as line:
             more = self.refined.more or partial(
-                continue_chains, Sampler(self._same_target, self.guide), chains
+                continue_chains, Sampler(self.target, self.guide), chains
             )
             result.refined = found = more(max_seconds, max_gradients, progress)
             line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
@@ -538,7 +549,7 @@ class Fit(Printed):
         if draws is None:
             draws = self._posterior(num_samples or EFFORT.num_samples)
         found = diagnose(
-            self.passes or self._same_target,
+            self.passes or self.target,
             draws,
             modes=modes,
             num_transitions=num_transitions,
@@ -704,8 +715,7 @@ class Fit(Printed):
         num_samples: int,
     ) -> PredictiveCheck:
         refuse_counts(DECISIONS.num_groups, num_samples=num_samples)
-        draws = self.draws_by_chain(num_samples)
-        return predictive_check(group, self._same_target, draws, statistics)
+        return predictive_check(group, self.target, self.draws_by_chain(num_samples), statistics)
 
     @in_turn
     @with_seed
@@ -758,7 +768,7 @@ class Fit(Printed):
            likelihood sensitivity with power-scaling*.
         """
         draws = self.draws_by_chain(DECISIONS.num_draws)
-        return power_scaling(self._same_target, draws, prior_sites, quantities)
+        return power_scaling(self.target, draws, prior_sites, quantities)
 
     @in_turn
     @with_seed
@@ -936,7 +946,7 @@ class Fit(Printed):
         policy = self.policy.correction
         efficiency = self.correction or policy.least_efficiency
         return corrected_draws(
-            self.guide, self._same_target, num_samples, efficiency, policy, self.symmetries
+            self.guide, self.target, num_samples, efficiency, policy, self.symmetries
         )
 
     @contextmanager
@@ -984,7 +994,7 @@ class Fit(Printed):
             )
         if symmetries := getattr(self.refined, "symmetries", str(self.symmetries or "")):
             yield f"symmetries: {symmetries}; each draw was moved by random ones"
-        target: Target | None = vars(self).get("target")
+        target: Target | None = vars(self).get("_target")
         if target is not None and target.summed_out:
             names = first_few(sorted(target.summed_out, key=lambda name: (len(name), name)))
             yield f"summed out: {names}; pyro.infer.infer_discrete draws them given the draws"

@@ -26,6 +26,7 @@ from pyro_implicit.density.mode_search import (
 )
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.clock import TimeLimit
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -241,10 +242,42 @@ def test_a_prior_at_whose_draws_gradients_overflow(seed):
     pyro.set_rng_seed(seed)
     modes = find_modes(Target(model))
     assert len(modes.loc) == 1
-    # The marginal mode of the precision, in its logarithm, is (n - 1) / (n - 1) variance.
     sd = y.std()
     assert (modes.loc[0, 0] - y.mean()).abs() < 0.05 * sd
     assert modes.loc[0, 1].exp().item() == pytest.approx(sd.item() ** -2, rel=0.15)
+
+
+def test_points_near_the_origin():
+    """They shrink until the density is finite. Priors that are not vague have only better ones."""
+    limit = TimeLimit(math.inf)
+    steep = target(lambda x: -(3000 * x.abs()).exp().sum(), 2)  # overflows above .24
+    far = 400 * torch.randn(30, 2, generator=torch.Generator().manual_seed(0)).double()
+    near = module._near_origin(steep, far, 0, limit)
+    assert near.shape == (30, 2) and steep.log_prob(near).isfinite().all()
+    assert 0.05 < near.abs().max() < 0.3
+    narrow = target(lambda x: -(2000 * x**2).sum(), 2)
+    drawn = 3 * torch.ones(30, 2).double() + torch.rand(30, 2).double()
+    found = module._near_origin(narrow, drawn, 0, limit)
+    least = narrow.log_prob(drawn).max() + 1000
+    assert 0 < len(found) and (narrow.log_prob(found) > least).all()
+    assert len(module._near_origin(narrow, 0.1 * drawn, 0, limit)) == 0
+
+
+def test_later_rounds_begin_near_the_origin_too(monkeypatch):
+    """Two modes of one path each make a second round."""
+    density, seen, original = target(lambda x: -(x**2).sum(), 1), [], module._near_origin
+
+    def near(*args):
+        seen.append(args[2])
+        return original(*args)
+
+    monkeypatch.setattr(module, "_near_origin", near)
+    monkeypatch.setattr(module, "_is_vague", lambda target, drawn: True)
+    monkeypatch.setattr(
+        module, "_separate", lambda target, found, *rest: (found, torch.ones(2, dtype=torch.long))
+    )
+    find_modes(density, num_starts=2, max_rounds=2)
+    assert seen[:2] == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -366,7 +399,7 @@ def test_a_saddle_repels(seed, monkeypatch):
     start = torch.tensor([0.02, 0.3])
     density.init_loc = start
     density.sample_prior = lambda num_draws: torch.stack([start, -start] * 5)[:num_draws]
-    monkeypatch.setattr(module, "_near_origin", lambda target, drawn, seed: drawn[:0])
+    monkeypatch.setattr(module, "_near_origin", lambda target, drawn, *rest: drawn[:0])
     modes = find_modes(density, num_starts=4)
     top = math.sqrt(0.5)
     torch.testing.assert_close(

@@ -13,10 +13,10 @@ import torch
 from pyro.infer import MCMC, NUTS, Predictive
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import compare, diagnose, evidence_bound, fit, refine
+from pyro_implicit import compare, compare_models, diagnose, evidence_bound, fit, refine
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.diagnostics import examination
-from pyro_implicit.fitting import Fit
+from pyro_implicit.fitting import Fit, log_evidence
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame, StoredDraws
 from pyro_implicit.ops import LogWeights
@@ -238,16 +238,32 @@ def test_changed_data_are_noticed(tmp_path):
     result = fit(line, "auto", buffer, **QUIET)
     expected = result.sample(100, seed=0)["slope"]
     result.save(tmp_path / "result.pt")
-    buffer.add_(0.2 * x)
-    changed = r"at a mode was -\d.* in fit, and is -\d.* Cure: restore them, or fit again"
-    for use in (partial(result.sample, 100), result.diagnose):
+    buffer.add_(0.1 * x)  # moves the posterior by .4 sd
+    changed = r"at a draw was -\d.* in fit, and is -\d.* Cure: restore them, or fit again"
+    methods = [partial(result.sample, 100), result.diagnose, result.check_posterior_predictive]
+    methods += [result.sensitivity, partial(log_evidence, result)]
+    methods += [partial(result.update, line, y), partial(compare_models, {"a": result, "b": result})]
+    for method in methods:
         with pytest.raises(ValueError, match=changed):
-            use()
+            method()
     buffer.copy_(y)
     assert torch.equal(result.sample(100, seed=0)["slope"], expected)
     loaded = Fit.load(tmp_path / "result.pt", line, -y)
     with pytest.raises(ValueError, match=changed):
         Predictive(line, guide=loaded.posterior, num_samples=10)(y)
+
+
+def test_another_fit_with_parameters_changes_no_data():
+    def shifted(y):
+        loc = pyro.param("loc", torch.tensor(0.0))
+        x = pyro.sample("x", dist.Normal(loc, 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    first = fit(shifted, "auto", torch.tensor(1.0), **QUIET)
+    pyro.clear_param_store()
+    fit(shifted, "auto", torch.tensor(-9.0), **QUIET)
+    draws = Predictive(shifted, guide=first.posterior, num_samples=200)(torch.tensor(1.0))["x"]
+    assert draws.mean().item() == pytest.approx(1.0, abs=0.25)
 
 
 def test_a_guide_that_cannot_be_pickled_is_named(tmp_path):

@@ -400,6 +400,7 @@ class StepELBO(Trace_ELBO):
     ) -> Iterator[tuple[float, Tensor, Tensor]]:
         """Give shares of the loss, as numbers and as constants, each with its surrogate."""
         count = self.num_particles
+        self.state.runs.error = None  # of earlier steps
         try:
             for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
                 loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
@@ -426,13 +427,13 @@ class StepELBO(Trace_ELBO):
         number = int(impossible.sum())
         if not self.num_left_out:
             error = self.state.runs.error
-            raised = f"; the model raised {first_line(error)}" if error else ""
+            raised = "" if error is None else f"; the model raised {first_line(error)}"
             warn_user(
                 f"{type(self).__name__}, step {self.num_steps_taken}: the model has no density at "
                 f"{number} of {self.num_particles} particles, which are left out "
-                f"({terms}{raised}). "
-                "This warning is issued once; num_left_out counts them. Cure, if they are many: a "
-                "smaller init_scale, or priors in whose range the data are possible"
+                f"({terms}{raised}). This warning is issued once; num_left_out counts them. Cure, "
+                "if they are many: a smaller init_scale, or priors in whose range the data are "
+                "possible"
             )
         self.num_left_out += number
         return loss, surrogate
