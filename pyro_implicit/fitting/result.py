@@ -281,8 +281,8 @@ class Fit(Printed):
             advance; without a seed they are used.
         :param model_kwargs: keyword arguments of the guide whose names this method has, too.
         :returns: by site, ``(num_samples, *site_shape)``.
-        :raises ValueError: for changed data, no draws, and for ``corrected=True`` and a guide without an exact
-            density.
+        :raises ValueError: for changed data, no draws, and for ``corrected=True`` and a guide
+            without an exact density.
         """
         refuse_counts(num_samples=num_samples)
         if corrected is None:

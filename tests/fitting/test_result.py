@@ -242,7 +242,10 @@ def test_changed_data_are_noticed(tmp_path):
     changed = r"at a draw was -\d.* in fit, and is -\d.* Cure: restore them, or fit again"
     methods = [partial(result.sample, 100), result.diagnose, result.check_posterior_predictive]
     methods += [result.sensitivity, partial(log_evidence, result)]
-    methods += [partial(result.update, line, y), partial(compare_models, {"a": result, "b": result})]
+    methods += [
+        partial(result.update, line, y),
+        partial(compare_models, {"a": result, "b": result}),
+    ]
     for method in methods:
         with pytest.raises(ValueError, match=changed):
             method()
