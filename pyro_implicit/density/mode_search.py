@@ -103,7 +103,7 @@ def find_modes(
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     near = drawn[:0]
     if num_starts > 1:  # a single start decides which mode is found
-        near = _near_origin(target, drawn, 0, limit)
+        near = _near_origin(target, drawn, num_starts, 0, limit)
     starts = torch.cat([drawn, near, *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
@@ -138,7 +138,9 @@ def find_modes(
                 break
             starts = target.sample_prior(num_starts)
             if len(near):
-                starts = torch.cat([starts, _near_origin(target, starts, number, limit)])
+                starts = torch.cat(
+                    [starts, _near_origin(target, starts, num_starts, number, limit)]
+                )
     return modes
 
 
@@ -163,16 +165,20 @@ def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
     return torch.tensor(found)
 
 
-def _near_origin(target: Target, drawn: Tensor, seed: int, limit: TimeLimit) -> Tensor:
+def _near_origin(
+    target: Target, drawn: Tensor, num_starts: int, seed: int, limit: TimeLimit
+) -> Tensor:
     """Return points near the origin from which paths begin, too.
 
     Draws of a vague prior, such as N(0, 1000^2) or Gamma(.001, .001), are so far away that no path
-    reaches the posterior, or that gradients overflow: there are as many points as draws. With large
-    covariates, gradients overflow near the origin, too: such points move towards it. Other priors
-    have points that are far more probable than all draws, if any.
+    reaches the posterior, that gradients overflow, or that the model raises an error: all
+    ``num_starts`` points are returned. With large covariates, gradients overflow near the origin,
+    too: such points move towards it. For other priors, only points that are far more probable than
+    all draws are returned.
     """
     generator = torch.Generator("cpu").manual_seed(seed)  # the caller's stream does not advance
-    unit = torch.rand(drawn.shape, generator=generator, device="cpu").to(drawn)
+    shape = num_starts, target.latent_dim
+    unit = torch.rand(shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)
     heights = heights_of(target, near)
     for _ in range(RUNS.max_retries):
@@ -182,7 +188,7 @@ def _near_origin(target: Target, drawn: Tensor, seed: int, limit: TimeLimit) -> 
         near[lost] = SEARCH.shrink * near[lost]
         heights[lost] = heights_of(target, near[lost])
     least = -math.inf
-    if not _is_vague(target, drawn):
+    if 2 * len(drawn) > num_starts and not _is_vague(target, drawn):
         least = heights_of(target, drawn).amax().item() + SEARCH.near_gain
     return near[heights > least]
 

@@ -252,15 +252,17 @@ def test_points_near_the_origin():
     limit = TimeLimit(math.inf)
     steep = target(lambda x: -(3000 * x.abs()).exp().sum(), 2)  # overflows above .24
     far = 400 * torch.randn(30, 2, generator=torch.Generator().manual_seed(0)).double()
-    near = module._near_origin(steep, far, 0, limit)
+    near = module._near_origin(steep, far, 30, 0, limit)
     assert near.shape == (30, 2) and steep.log_prob(near).isfinite().all()
     assert 0.05 < near.abs().max() < 0.3
     narrow = target(lambda x: -(2000 * x**2).sum(), 2)
     drawn = 3 * torch.ones(30, 2).double() + torch.rand(30, 2).double()
-    found = module._near_origin(narrow, drawn, 0, limit)
+    found = module._near_origin(narrow, drawn, 30, 0, limit)
     least = narrow.log_prob(drawn).max() + 1000
     assert 0 < len(found) and (narrow.log_prob(found) > least).all()
-    assert len(module._near_origin(narrow, 0.1 * drawn, 0, limit)) == 0
+    assert len(module._near_origin(narrow, 0.1 * drawn, 30, 0, limit)) == 0
+    # At the other draws the model raised an error.
+    assert len(module._near_origin(narrow, 0.1 * drawn[:9], 30, 0, limit)) == 30
 
 
 def test_later_rounds_begin_near_the_origin_too(monkeypatch):
@@ -268,7 +270,7 @@ def test_later_rounds_begin_near_the_origin_too(monkeypatch):
     density, seen, original = target(lambda x: -(x**2).sum(), 1), [], module._near_origin
 
     def near(*args):
-        seen.append(args[2])
+        seen.append(args[3])
         return original(*args)
 
     monkeypatch.setattr(module, "_near_origin", near)
@@ -370,7 +372,7 @@ def test_the_search_goes_on_until_all_were_met_twice():
     density.init_loc = torch.tensor([-1.3])
     density.sample_prior = lambda num_draws: torch.tensor(next(calls)).unsqueeze(-1)
     # -0.5 was met once until the third round, 1.5 until the fourth
-    modes = find_modes(density, max_gap=50.0)
+    modes = find_modes(density, num_starts=5, max_gap=50.0)
     assert modes.loc.sort(0).values.round(decimals=1).flatten().tolist() == [-1.5, -0.5, 0.5, 1.5]
     assert list(calls) == [[0.4]]
 
