@@ -134,7 +134,10 @@ def find_modes(
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
                 modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
-            if len(modes.loc) == 1 or (num_met != 1).all() or is_late:
+            is_enough = len(modes.loc) == 1 or bool((num_met != 1).all())
+            if 0 < num_met.sum() < SEARCH.least_met * num_starts:
+                is_enough = False  # most paths ended far below
+            if is_enough or is_late:
                 break
             starts = target.sample_prior(num_starts)
             if len(near):

@@ -205,6 +205,9 @@ class SearchPolicy:
     #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
 
+    #: Ends of paths at modes, as a share of the paths of a round, below which the search goes on.
+    least_met: float = 0.1
+
     #: Half the width of the cube of points near the origin of unconstrained space, and of that of
     #: draws of flat priors, as in Stan and NumPyro.
     near_width: float = 2.0

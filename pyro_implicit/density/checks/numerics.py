@@ -186,7 +186,8 @@ def warn_of_lost_gradients(target: Target) -> None:
     rounding = policy.rounding * torch.finfo(value.dtype).eps * (1 + value.abs()) / narrow_step
     spacing = torch.finfo(points.dtype).eps * torch.where(toward != 0, points, 0.0).abs().amax(-1)
     is_resolved = spacing < policy.resolution * narrow_step
-    is_smooth = ((wide - narrow).abs() < policy.agree * size) & is_resolved
+    # Not by the claimed slope: where a density is chaotic, that may be of any size.
+    is_smooth = ((wide - narrow).abs() < policy.agree * wide.abs()) & is_resolved
     is_wrong = is_smooth & ((wide - claimed).abs() > policy.differ * size + rounding)
     counts = (one.reshape(shape[:2]).sum(-1).tolist() for one in (is_wrong, is_smooth))
     lost: list[str] = []
