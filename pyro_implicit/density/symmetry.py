@@ -17,6 +17,7 @@ applied to subsets of these places, at some points in double precision.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
@@ -268,19 +269,23 @@ def find_symmetries(
     Models whose runs fail in double precision, or take too long, have none.
 
     :param target: the posterior.
-    :param max_seconds: there is no trial if it may take longer, judged by the time of one score.
+    :param max_seconds: there is no trial if it may take longer, judged by one run of the model.
     :param points: at which groups are tried, too, ``(num_points, latent_dim)``.
     """
     none = Symmetries(target.shapes, target.transforms)
     places = list(_places(target))
     if target.sampled or not places:
         return none
+    began = time.perf_counter()
+    target.trace_at(target.init_loc)
+    if SYMMETRY.num_runs * (time.perf_counter() - began) > max_seconds:
+        return none
     with seeded(0, target.init_loc.device):
         try:
             number = SYMMETRY.num_points
             counts = range(SYMMETRY.most_blocks + 1)
             fast = [n for n in counts if target.seconds(2**n) < SYMMETRY.max_seconds]
-            if not fast or SYMMETRY.num_runs * target.seconds() > max_seconds:
+            if not fast:
                 return none
             noise = torch.randn(number, target.latent_dim).to(target.init_loc)
             anywhere = torch.cat([target.sample_prior(number), target.init_loc + noise])
