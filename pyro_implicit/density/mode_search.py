@@ -191,7 +191,7 @@ def _near_origin(
         near[lost] = SEARCH.shrink * near[lost]
         heights[lost] = heights_of(target, near[lost])
     least = -math.inf
-    if 2 * len(drawn) > num_starts and not _is_vague(target, drawn):
+    if len(drawn) > SEARCH.least_runs * num_starts and not _is_vague(target, drawn):
         least = heights_of(target, drawn).amax().item() + SEARCH.near_gain
     return near[heights > least]
 

@@ -220,6 +220,9 @@ class SearchPolicy:
     #: Gamma(.001, .001) has a flat tail below exp(-80), more probable than the posterior at times.
     far: float = 50.0
 
+    #: Share of the prior's draws at which the model raises no error, below which it is too vague.
+    least_runs: float = 0.1
+
     #: Nats by which points near the origin must be more probable than all draws of another prior.
     near_gain: float = 1000.0
 

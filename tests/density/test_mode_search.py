@@ -262,7 +262,7 @@ def test_points_near_the_origin():
     assert 0 < len(found) and (narrow.log_prob(found) > least).all()
     assert len(module._near_origin(narrow, 0.1 * drawn, 30, 0, limit)) == 0
     # At the other draws the model raised an error.
-    assert len(module._near_origin(narrow, 0.1 * drawn[:9], 30, 0, limit)) == 30
+    assert len(module._near_origin(narrow, 0.1 * drawn[:2], 30, 0, limit)) == 30
 
 
 def test_later_rounds_begin_near_the_origin_too(monkeypatch):
