@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bijections in place of those of torch: angles within one turn, small shares of a simplex; and to
-positive definite matrices, for which torch has none."""
+"""Bijections in place of those of torch: angles within one turn, and small shares of a simplex.
+For positive definite matrices torch has none."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import Transform, TransformedDistribution, biject_to, constraints
 from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
+from torch.distributions.utils import tril_matrix_to_vec, vec_to_tril_matrix
 from torch.nn.functional import logsigmoid, pad
 
 from pyro_implicit.density.policy import ANGLES
@@ -328,7 +329,7 @@ class LogCholesky(Transform):
 
     def forward_shape(self, shape: Any) -> torch.Size:
         """Return the shape of matrices, ``(*batch, d, d)``."""
-        dim = _matrix_dim(shape[-1])
+        dim = (math.isqrt(8 * shape[-1] + 1) - 1) // 2
         return torch.Size((*shape[:-1], dim, dim))
 
     def inverse_shape(self, shape: Any) -> torch.Size:
@@ -336,29 +337,20 @@ class LogCholesky(Transform):
         return torch.Size((*shape[:-2], shape[-1] * (shape[-1] + 1) // 2))
 
     def _call(self, x: Tensor) -> Tensor:
-        dim = _matrix_dim(x.shape[-1])
-        row, column = torch.tril_indices(dim, dim, device=x.device)
-        place = torch.full((dim, dim), x.shape[-1], device=x.device)  # of a zero
-        place[row, column] = torch.arange(x.shape[-1], device=x.device)
-        factor = pad(x, (0, 1))[..., place]
+        factor = vec_to_tril_matrix(x)
         factor = factor.tril(-1) + factor.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
         return factor @ factor.mT
 
     def _inverse(self, y: Tensor) -> Tensor:
         factor = torch.linalg.cholesky(y)
         factor = factor.tril(-1) + factor.diagonal(dim1=-2, dim2=-1).log().diag_embed()
-        row, column = torch.tril_indices(*y.shape[-2:], device=y.device)
-        return factor[..., row, column]
+        return tril_matrix_to_vec(factor)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-determinant, ``(*batch,)``."""
         dim = y.shape[-1]
-        number = torch.arange(1, dim + 1, device=x.device)
-        return dim * math.log(2) + x[..., number * (number + 1) // 2 - 1] @ (dim - number + 2).to(x)
-
-
-def _matrix_dim(num_entries: int) -> int:
-    return (math.isqrt(8 * num_entries + 1) - 1) // 2
+        weights = torch.arange(dim + 1, 1, -1).to(x)
+        return dim * math.log(2) + vec_to_tril_matrix(x).diagonal(dim1=-2, dim2=-1) @ weights
 
 
 @biject_to.register(constraints.positive_definite)

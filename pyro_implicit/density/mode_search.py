@@ -58,8 +58,8 @@ def find_modes(
     without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
     modes if the log-density between them dips by more than 1 nat. If the log-density dips between
     the best Gaussian and every mode, this Gaussian belongs to the mode at the end of its path. The
-    search continues from new initial points as long as any mode was found only once, because
-    further modes are then likely to be missing.
+    search continues from new initial points as long as any mode was found only once, or most paths
+    ended far below, because further modes are then likely to be missing.
 
     **Example:**
 
@@ -134,16 +134,14 @@ def find_modes(
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
                 modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
-            is_enough = len(modes.loc) == 1 or bool((num_met != 1).all())
-            if 0 < num_met.sum() < SEARCH.least_met * num_starts:
-                is_enough = False  # most paths ended far below
-            if is_enough or is_late:
+            are_known = len(modes.loc) == 1 or bool((num_met != 1).all())
+            most_end_below = 0 < num_met.sum() < SEARCH.least_met * num_starts
+            if is_late or (are_known and not most_end_below):
                 break
             starts = target.sample_prior(num_starts)
             if len(near):
-                starts = torch.cat(
-                    [starts, _near_origin(target, starts, num_starts, number, limit)]
-                )
+                near = _near_origin(target, starts, num_starts, number, limit)
+                starts = torch.cat([starts, near])
     return modes
 
 
@@ -197,6 +195,7 @@ def _near_origin(
 
 
 def _is_vague(target: Target, drawn: Tensor) -> bool:
+    """Tell whether draws of some latent variable are hundreds apart, or logarithms of extremes."""
     middle = drawn.median(0).values
     spread = (drawn - middle).abs().median(0).values
     supports = {name: innermost_support(site["fn"].support) for name, site in target.sites.items()}

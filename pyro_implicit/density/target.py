@@ -121,7 +121,7 @@ class Target:
         self.shapes: dict[str, torch.Size] = self._coordinates.shapes
         #: By site, the bijection from unconstrained coordinates to values.
         self.transforms: dict[str, Any] = self._coordinates.transforms
-        #: The latent variables as in the first run, by name.
+        #: By site, the latent variable as in the first run.
         self.sites: dict[str, Site] = {name: latents.nodes[name] for name in self.shapes}
         #: The latent variables with elements that have no prior, because a mask leaves them out.
         self.masked: tuple[str, ...] = tuple(

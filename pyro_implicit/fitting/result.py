@@ -128,7 +128,8 @@ class Fit(Printed):
     :param unweighted: the draws of an update before the weights of the earlier density over this
         prior; ``diagnose`` checks them, as the target has this prior.
     :param known: some vectors and the log-density there, by which ``target`` notices that the
-        model's data have changed; None for minibatches, and after rounding.
+        model's data have changed; None for minibatches, networks and given guides, and in float64
+        after rounding.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
@@ -194,7 +195,7 @@ class Fit(Printed):
         """The posterior as a function of the unconstrained latent variables.
 
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
-        :raises ValueError: if the log-density is no longer the one that was fitted.
+        :raises ValueError: if the log-density has changed since the fit, as with other data.
         """
         target = self._target
         if self.known is not None:

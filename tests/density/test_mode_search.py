@@ -265,6 +265,20 @@ def test_points_near_the_origin():
     assert len(module._near_origin(narrow, 0.1 * drawn[:2], 30, 0, limit)) == 30
 
 
+def test_the_search_goes_on_if_few_paths_end_at_modes(monkeypatch):
+    """One path of twenty in each of the first rounds, and enough after the third."""
+    density, rounds = target(lambda x: -(x**2).sum(), 1), []
+
+    def separate(target, found, *rest):
+        rounds.append(len(rounds))
+        count = [1, 1, 2][len(rounds) - 1]
+        return Modes(*(part[:1] for part in found)), torch.tensor([count])
+
+    monkeypatch.setattr(module, "_separate", separate)
+    find_modes(density, num_starts=20, max_rounds=5)
+    assert len(rounds) == 3
+
+
 def test_later_rounds_begin_near_the_origin_too(monkeypatch):
     """Two modes of one path each make a second round."""
     density, seen, original = target(lambda x: -(x**2).sum(), 1), [], module._near_origin

@@ -20,6 +20,21 @@ from pyro_implicit.fitting.starts import best_of_race, between, first_scales
 SIZE = 101
 
 
+def test_a_start_at_which_the_gradient_overflows_is_moved():
+    """The median of this prior is the smallest number of float32, where the density is finite."""
+
+    def model():
+        precision = pyro.sample("precision", dist.Gamma(0.001, 0.001))
+        pyro.sample("y", dist.Normal(0.0, precision**-0.5), obs=torch.tensor(30.0))
+
+    pyro.set_rng_seed(0)
+    density = Target(model)
+    start = density.init_loc.unsqueeze(0)
+    assert density.log_prob(start).isfinite() and not density.score(start)[1].isfinite()
+    moved = {name: value.unsqueeze(0) for name, value in between(density).items()}
+    assert density.score(density.unconstrain(moved))[1].isfinite()
+
+
 def test_a_start_that_training_would_not_leave_is_moved():
     y = torch.tensor([0.3, -0.2, 0.1])
 

@@ -62,6 +62,19 @@ def test_nothing_is_said_of_others(name, dtype):
         warn_of_lost_gradients(density)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_slopes_of_a_chaotic_density_tell_nothing(seed):
+    """Difference quotients are far below the slope, and not equal: no step resolves the waves."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("waves", torch.sin(1e9 * x))
+
+    pyro.set_rng_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    warn_of_lost_gradients(Target(model))
+
+
 @pytest.mark.parametrize("loc", [2000.0, 1e6])
 def test_steps_below_the_resolution_of_the_latents_tell_nothing(loc):
     def model():
