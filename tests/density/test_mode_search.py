@@ -14,7 +14,7 @@ from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density import mode_search as module
-from pyro_implicit.density.checks.numerics import finite_log_prob
+from pyro_implicit.density.checks.numerics import finite_log_prob, heights_of
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.mode_search import (
     Modes,
@@ -245,6 +245,27 @@ def test_a_prior_at_whose_draws_gradients_overflow(seed):
     sd = y.std()
     assert (modes.loc[0, 0] - y.mean()).abs() < 0.05 * sd
     assert modes.loc[0, 1].exp().item() == pytest.approx(sd.item() ** -2, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("prior", "is_vague"),
+    [
+        (dist.Normal(178.0, 20.0), False),
+        (dist.Normal(0.0, 1000.0), True),
+        (dist.LogNormal(-70.0, 1.0), True),
+        (dist.LogNormal(3.0, 1.0), False),
+    ],
+)
+def test_vague_priors_are_wide_or_have_extreme_logarithms(prior, is_vague):
+    pyro.set_rng_seed(0)
+    density = Target(lambda: pyro.sample("x", prior))
+    assert module._is_vague(density, density.sample_prior(50)) is is_vague
+
+
+def test_points_without_a_gradient_are_no_initial_points():
+    density = target(lambda x: x.abs().sqrt().sum())
+    found = heights_of(density, torch.tensor([[0.0], [4.0]]))
+    assert found.tolist() == [-math.inf, 2.0]
 
 
 def test_points_near_the_origin():
