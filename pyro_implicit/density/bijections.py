@@ -14,7 +14,13 @@ from pyro.distributions import SineBivariateVonMises, SineSkewed, Uniform, VonMi
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions import Transform, TransformedDistribution, biject_to, constraints
+from torch.distributions import (
+    Transform,
+    TransformedDistribution,
+    biject_to,
+    constraints,
+    transform_to,
+)
 from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
 from torch.distributions.utils import tril_matrix_to_vec, vec_to_tril_matrix
 from torch.nn.functional import logsigmoid, pad
@@ -129,6 +135,7 @@ class _Winding(Transform):
 
 
 @biject_to.register(_OneTurn)
+@transform_to.register(_OneTurn)
 def _(constraint: _OneTurn) -> Transform:
     return _Winding(constraint.centre, constraint.low, constraint.high)
 

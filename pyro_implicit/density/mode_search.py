@@ -134,8 +134,10 @@ def find_modes(
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
                 modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
-            are_known = len(modes.loc) == 1 or bool((num_met != 1).all())
-            most_end_below = 0 < num_met.sum() < SEARCH.least_met * num_starts
+            is_alone = len(modes.loc) == 1
+            are_known = is_alone or bool((num_met != 1).all())
+            least_met = SEARCH.least_met if is_alone else SEARCH.least_met_apart
+            most_end_below = 0 < num_met.sum() < least_met * num_starts
             if is_late or (are_known and not most_end_below):
                 break
             starts = target.sample_prior(num_starts)

@@ -205,8 +205,13 @@ class SearchPolicy:
     #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
 
-    #: Ends of paths at modes, as a share of the paths of a round, below which the search goes on.
+    #: Ends of paths at modes, as a share of the paths of a round, below which the search goes on
+    #: if it has found a single mode.
     least_met: float = 0.1
+
+    #: The same for several modes. With half a round, a mode with a tenth of the paths' ends is
+    #: missed in 7 of 100 searches.
+    least_met_apart: float = 0.5
 
     #: Half the width of the cube of points near the origin of unconstrained space, and of that of
     #: draws of flat priors, as in Stan and NumPyro.

@@ -50,7 +50,10 @@ def find_phases(target: Target) -> Phases:
     if not found:
         return {}
     with same_streams():
-        values = target.constrain(target.sample_prior(RUNS.num_compared_runs))
+        drawn = target.sample_prior(RUNS.num_compared_runs)
+        # At draws of vague priors, rounding may hide a difference between the ends.
+        near = SEARCH.near_width * (2 * torch.rand_like(drawn) - 1)
+    values = target.constrain(torch.cat([drawn, near]))
     return {name: ends for name, ends in found.items() if _meet(target, values, name, *ends)}
 
 
@@ -74,7 +77,8 @@ def _meet(
     try:
         ends = heights(0.0)
         rounding = RUNS.repeat_tolerance * (1 + ends[0].abs())
-        if not ((ends[0] - ends[1]).abs() <= rounding).all():
+        is_same = ends.isfinite().all(0) & ((ends[0] - ends[1]).abs() <= rounding)
+        if not is_same.all():
             return False
         slopes = heights(ANGLES.phase_step) - ends
         rise = (heights(0.25) - ends).abs().amax(0)
@@ -119,7 +123,6 @@ def middle_of_turns(
     if not bounds:
         return middle
     values = target.constrain(_mode(target, num_iterations, seconds))
-    # At draws of vague priors, rounding may hide a difference between the ends.
     at_mode = {name: value.unsqueeze(0) for name, value in values.items()}
     for name, ends in phases.items():
         if not _meet(target, at_mode, name, *ends):

@@ -286,18 +286,22 @@ def test_points_near_the_origin():
     assert len(module._near_origin(narrow, 0.1 * drawn[:2], 30, 0, limit)) == 30
 
 
-def test_the_search_goes_on_if_few_paths_end_at_modes(monkeypatch):
-    """One path of twenty in each of the first rounds, and enough after the third."""
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [([[1], [1], [2], [9]], 3), ([[2, 3], [3, 6], [4, 6], [9, 9]], 3), ([[9, 2], [9, 9]], 1)],
+)
+def test_the_search_goes_on_if_few_paths_end_at_modes(monkeypatch, counts, expected):
+    """Of twenty paths in a round, two must end at a single mode, and ten at several."""
     density, rounds = target(lambda x: -(x**2).sum(), 1), []
 
     def separate(target, found, *rest):
-        rounds.append(len(rounds))
-        count = [1, 1, 2][len(rounds) - 1]
-        return Modes(*(part[:1] for part in found)), torch.tensor([count])
+        rounds.append(counts[len(rounds)])
+        number = torch.tensor(rounds[-1])
+        return Modes(*(part[: len(number)] for part in found)), number
 
     monkeypatch.setattr(module, "_separate", separate)
-    find_modes(density, num_starts=20, max_rounds=5)
-    assert len(rounds) == 3
+    find_modes(density, num_starts=20, max_rounds=4)
+    assert len(rounds) == expected
 
 
 def test_later_rounds_begin_near_the_origin_too(monkeypatch):
