@@ -17,12 +17,19 @@ from pyro_implicit.density.policy import COST, RUNS, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
-from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
 from pyro_implicit.runtime.progress import Watch, watch
 from pyro_implicit.runtime.sites import innermost_support
 
-__all__ = ["Modes", "antithetic_noise", "find_modes", "gaussian_elbo", "seconds_of_climb"]
+__all__ = [
+    "Modes",
+    "antithetic_noise",
+    "find_modes",
+    "gaussian_elbo",
+    "near_origin",
+    "seconds_of_climb",
+]
 
 
 class Modes(NamedTuple):
@@ -103,7 +110,7 @@ def find_modes(
     drawn = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     near = drawn[:0]
     if num_starts > 1:  # a single start decides which mode is found
-        near = _near_origin(target, drawn, num_starts, 0, limit)
+        near = near_origin(target, drawn, num_starts, 0, limit)
     starts = torch.cat([drawn, near, *given])
     found: Modes | None = None
     # A single path is not the luckiest of many.
@@ -142,7 +149,7 @@ def find_modes(
                 break
             starts = target.sample_prior(num_starts)
             if len(near):
-                near = _near_origin(target, starts, num_starts, number, limit)
+                near = near_origin(target, starts, num_starts, number, limit)
                 starts = torch.cat([starts, near])
     return modes
 
@@ -168,18 +175,36 @@ def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
     return torch.tensor(found)
 
 
-def _near_origin(
-    target: Target, drawn: Tensor, num_starts: int, seed: int, limit: TimeLimit
+def near_origin(
+    target: Target, drawn: Tensor, num_starts: int, seed: int = 0, limit: TimeLimit = NO_LIMIT
 ) -> Tensor:
-    """Return points near the origin from which paths begin, too.
+    """Return points near the origin of unconstrained space, where draws of the prior are no starts.
 
     Draws of a vague prior, such as N(0, 1000^2) or Gamma(.001, .001), are so far away that no path
-    reaches the posterior, that gradients overflow, or that the model raises an error: all
-    ``num_starts`` points are returned. With large covariates, gradients overflow near the origin,
-    too: such points move towards it. For other priors, only points that are far more probable than
-    all draws are returned.
+    reaches the posterior, that gradients overflow, or that the model raises an error: all points
+    are returned. With large covariates, gradients overflow near the origin, too: such points move
+    towards it. For other priors, only points far more probable than all draws are returned.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1000.0))
+    >>> target = Target(model)
+    >>> near_origin(target, target.sample_prior(50), 3).abs() <= SEARCH.near_width
+    tensor([[True],
+            [True],
+            [True]])
+
+    :param target: the posterior.
+    :param drawn: draws of its prior, ``(num_draws, latent_dim)``.
+    :param num_starts: the number of points.
+    :param seed: of the points; the caller's random stream does not advance.
+    :param limit: ends the search for points with a gradient.
+    :returns: up to ``(num_starts, latent_dim)``.
     """
-    generator = torch.Generator("cpu").manual_seed(seed)  # the caller's stream does not advance
+    generator = torch.Generator("cpu").manual_seed(seed)
     shape = num_starts, target.latent_dim
     unit = torch.rand(shape, generator=generator, device="cpu").to(drawn)
     near = SEARCH.near_width * (2 * unit - 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import finite_log_prob, heights_of
 from pyro_implicit.density.cost import TracedScore
+from pyro_implicit.density.mode_search import near_origin
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.policy import DEFAULT, StartPolicy
 from pyro_implicit.guides.policy import INIT_SCALE
@@ -85,7 +86,8 @@ def best_of_race(
     for instance, have a mirrored mode 70 nats below.
 
     :param values: one of the initial values, constrained, by site. Others are draws of the prior,
-        and points between its medians and draws, in turns.
+        and points between its medians and draws, in turns; half are near the origin if the prior is
+        vague.
     :param scale: initial standard deviation.
     :param rate: the learning rate of Adam.
     :param seconds: a limit.
@@ -102,7 +104,9 @@ def best_of_race(
     drawn = target.sample_prior(number - 1)
     shares = torch.tensor([policy.spread, 1.0]).to(drawn).repeat(number)[: len(drawn), None]
     first = target.unconstrain({name: value.unsqueeze(0) for name, value in values.items()})
-    loc = torch.cat([first, target.init_loc + shares * (drawn - target.init_loc)])
+    others = target.init_loc + shares * (drawn - target.init_loc)
+    near = near_origin(target, drawn, number // 2)
+    loc = torch.cat([first, others[len(near) :], near])
     log_scale = torch.full_like(loc, math.log(scale))
     score = TracedScore(target.score, steps, compile)
     optimizer = torch.optim.Adam([loc, log_scale], lr=rate)

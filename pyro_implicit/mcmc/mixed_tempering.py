@@ -120,11 +120,13 @@ class _Particles:
         self.space, self.plan = TemperedSpace(plan.sampler.target), plan
         self.num_points = 0
         self.chains: MixedChains | None = None
+        self.cpu_began = time.process_time()
 
     def anneal(self, number: int) -> Cloud:
         """Move new particles from the prior to the posterior.
 
         :raises ValueError: if the likelihood is 0 at all of them.
+        :raises TimeoutError: if chains stay the result, and no time is left.
         """
         limits, points = self.plan.policy.tempering, self.space.target.sample_prior(number)
         number, power = len(points), 0.0
@@ -132,6 +134,8 @@ class _Particles:
         origin = torch.arange(number, device=points.device)
         cloud = Cloud(_at(points), even, origin, torch.zeros_like(origin))
         while power < 1:
+            if self.plan.anneals_apart and self._is_late():
+                raise TimeoutError("annealing has not reached the posterior in time")
             ratio = self.space.log_likelihood(cloud.here.points).double()
             lost = ~ratio.isfinite()
             if not cloud.log_weights[~lost].isfinite().any():
@@ -142,6 +146,10 @@ class _Particles:
             self.space.power = power
             cloud.here = self.walk(cloud, limits.moves)[-1]
         return cloud
+
+    def _is_late(self) -> bool:
+        seconds = time.process_time() - self.cpu_began
+        return self.plan.limit.is_over() or seconds >= self.plan.patience
 
     def walk(self, cloud: Cloud, number: int) -> list[Evaluated]:
         """Make transitions of all particles, in a frame that is estimated from them."""
@@ -191,14 +199,14 @@ def temper_mixed(plan: ChainSetup, track: Tracker) -> Annealed:
             f"annealing starts from the prior, but that of site '{name}' cannot be drawn from "
             "(flat, scaled, masked, or a posterior of earlier data). Cure: a proper prior"
         )
-    began, cpu_began, limits = time.perf_counter(), time.process_time(), policy.tempering
+    began, limits = time.perf_counter(), policy.tempering
     particles = _Particles(plan)
     joined, drift, stopped, num_gradients = join_clouds(
         lambda: (particles.anneal(limits.num_particles), particles.num_points),
         lambda _, error: error <= limits.mixed_error,
         track,
         plan,
-        cpu_began,
+        particles.cpu_began,
     )
     joined.take(joined.resampled(len(joined.origin)))
     snapshots = particles.walk(joined, limits.moves)

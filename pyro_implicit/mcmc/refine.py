@@ -307,11 +307,13 @@ def _anneal(plan: ChainSetup, modes: Modes | None) -> Refined:
     return collect_annealed(target, found, plan.policy.stopping, plan.symmetries)
 
 
-def _anneal_near(plan: ChainSetup, points: Tensor) -> Refined | None:
-    """Anneal what chains that stay apart at points have found; None if they are better."""
+def _anneal_near(plan: ChainSetup, chains: WindowedChains) -> Refined | None:
+    """Anneal what chains that stay apart have found; None if they are better."""
     target, settings = plan.sampler.target, plan.policy.tempering
+    points = chains.current_space.to_latent(chains.points)
     if target.sampled:
-        return _better_than(points, _anneal(plan, None), target, plan.policy)
+        left = replace(plan, patience=plan.patience - chains.cpu_seconds)
+        return _better_than(points, _anneal(left, None), target, plan.policy)
     starts = points[: settings.num_starts]
     if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
         if not target.widen(starts):
@@ -359,8 +361,9 @@ def _walk(plan: ChainSetup, space: Space, chains: WindowedChains, file: Checkpoi
     ends_apart = chains.ends_apart and chains.is_apart
     chains.ends_apart = False  # chains that go on are not annealed again
     if ends_apart:
-        with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
-            annealed = _anneal_near(plan, chains.current_space.to_latent(chains.points))
+        # The chains stay if no draw of the prior is possible, or no time is left.
+        with suppress(TimeoutError, *IMPOSSIBLE):
+            annealed = _anneal_near(plan, chains)
             if annealed is not None:
                 return annealed
         if chains.stopped == "max_gradients" and not sampler.target.sampled:

@@ -461,6 +461,11 @@ def join_clouds(
                     raise
                 stopped = "interrupted"
                 break
+            except TimeoutError:
+                if joined is None:
+                    raise
+                stopped = "max_seconds" if plan.limit.is_over() else "max_gradients"
+                break
             joined = cloud if joined is None else joined.joined(cloud)
             drift = joined.drift(track, plan.num_chains, plan.policy.stopping)
             error = max(drift.mean, drift.sd)

@@ -273,17 +273,17 @@ def test_points_near_the_origin():
     limit = TimeLimit(math.inf)
     steep = target(lambda x: -(3000 * x.abs()).exp().sum(), 2)  # overflows above .24
     far = 400 * torch.randn(30, 2, generator=torch.Generator().manual_seed(0)).double()
-    near = module._near_origin(steep, far, 30, 0, limit)
+    near = module.near_origin(steep, far, 30, 0, limit)
     assert near.shape == (30, 2) and steep.log_prob(near).isfinite().all()
     assert 0.05 < near.abs().max() < 0.3
     narrow = target(lambda x: -(2000 * x**2).sum(), 2)
     drawn = 3 * torch.ones(30, 2).double() + torch.rand(30, 2).double()
-    found = module._near_origin(narrow, drawn, 30, 0, limit)
+    found = module.near_origin(narrow, drawn, 30, 0, limit)
     least = narrow.log_prob(drawn).max() + 1000
     assert 0 < len(found) and (narrow.log_prob(found) > least).all()
-    assert len(module._near_origin(narrow, 0.1 * drawn, 30, 0, limit)) == 0
+    assert len(module.near_origin(narrow, 0.1 * drawn, 30, 0, limit)) == 0
     # At the other draws the model raised an error.
-    assert len(module._near_origin(narrow, 0.1 * drawn[:2], 30, 0, limit)) == 30
+    assert len(module.near_origin(narrow, 0.1 * drawn[:2], 30, 0, limit)) == 30
 
 
 @pytest.mark.parametrize(
@@ -306,13 +306,13 @@ def test_the_search_goes_on_if_few_paths_end_at_modes(monkeypatch, counts, expec
 
 def test_later_rounds_begin_near_the_origin_too(monkeypatch):
     """Two modes of one path each make a second round."""
-    density, seen, original = target(lambda x: -(x**2).sum(), 1), [], module._near_origin
+    density, seen, original = target(lambda x: -(x**2).sum(), 1), [], module.near_origin
 
     def near(*args):
         seen.append(args[3])
         return original(*args)
 
-    monkeypatch.setattr(module, "_near_origin", near)
+    monkeypatch.setattr(module, "near_origin", near)
     monkeypatch.setattr(module, "_is_vague", lambda target, drawn: True)
     monkeypatch.setattr(
         module, "_separate", lambda target, found, *rest: (found, torch.ones(2, dtype=torch.long))
@@ -440,7 +440,7 @@ def test_a_saddle_repels(seed, monkeypatch):
     start = torch.tensor([0.02, 0.3])
     density.init_loc = start
     density.sample_prior = lambda num_draws: torch.stack([start, -start] * 5)[:num_draws]
-    monkeypatch.setattr(module, "_near_origin", lambda target, drawn, *rest: drawn[:0])
+    monkeypatch.setattr(module, "near_origin", lambda target, drawn, *rest: drawn[:0])
     modes = find_modes(density, num_starts=4)
     top = math.sqrt(0.5)
     torch.testing.assert_close(

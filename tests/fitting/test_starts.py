@@ -109,6 +109,20 @@ def test_the_best_of_several_starts_is_in_the_higher_mode(double: None) -> None:
     assert best_of_race(target, start, 0.1, 0.05, 0.0) == (start, "")
 
 
+def test_half_of_the_starts_under_a_vague_prior_are_near_the_origin() -> None:
+    """From draws that are thousands away, 200 steps reach nothing; the first start is as far."""
+
+    def vague() -> None:
+        x = pyro.sample("x", dist.Normal(torch.zeros(SIZE), 1e5).to_event(1))
+        pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=torch.ones(SIZE))
+
+    pyro.set_rng_seed(0)
+    start = {"x": torch.full((SIZE,), 1e5)}
+    values, note = best_of_race(Target(vague), start, 0.1, 0.05, 100.0)
+    torch.testing.assert_close(values["x"], torch.ones(SIZE), rtol=0, atol=0.8)
+    assert "the best of 16 starts" in note
+
+
 def test_starts_that_lose_the_density_are_no_starts(double: None) -> None:
     """One step leaves the support; without a gradient, nothing leads back."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from dataclasses import replace
 
 import pyro
@@ -15,7 +16,7 @@ from pyro import poutine
 from pyro_implicit import fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import FitPolicy
-from pyro_implicit.mcmc.mixed_tempering import TemperedSpace, why_not_tempered
+from pyro_implicit.mcmc.mixed_tempering import TemperedSpace, _Particles, why_not_tempered
 
 NUM_SPINS, COUPLING, FIELD = 14, 0.17, 0.03
 
@@ -71,16 +72,40 @@ def test_a_power_of_the_likelihood(power):
     torch.testing.assert_close(space.log_likelihood(points.detach()), data.detach())
 
 
-def test_fit_anneals_chains_that_stay_in_separate_modes():
+def fit_magnet(patient_seconds, **options):
     budget = replace(FitPolicy().budget, chain_seconds=0.3, least_gradients=200, patience=1)
-    budget = replace(budget, patient_seconds=1.0)
-    policy = FitPolicy(budget=budget)
-    result = fit(magnet, "auto", seed=0, progress=False, policy=policy)
+    policy = FitPolicy(budget=replace(budget, patient_seconds=patient_seconds))
+    return fit(magnet, "auto", seed=0, progress=False, policy=policy, **options)
+
+
+def test_fit_anneals_chains_that_stay_in_separate_modes():
+    result = fit_magnet(30.0)
     assert "annealed, because chains stayed in separate modes" in result.stages[-1].outcome
     draws = result.sample(8000)["x"]
     share = (draws.sum(-1) > NUM_SPINS / 2).double() + 0.5 * (draws.sum(-1) == NUM_SPINS / 2)
     assert share.mean().item() == pytest.approx(exact_share(), abs=0.03)
     assert result.diagnose().verdict == "trust"
+
+
+def test_chains_stay_if_annealing_has_no_time(monkeypatch):
+    """After the chains no patience is left; with a time limit, it ends during the annealing."""
+    powers, walk = [], _Particles.walk
+
+    def counted(particles, cloud, number):
+        powers.append(particles.space.power)
+        if particles.plan.limit.seconds() is not None:
+            particles.plan.limit.end = 0.0
+        return walk(particles, cloud, number)
+
+    monkeypatch.setattr(_Particles, "walk", counted)
+    for options in ({}, {"max_seconds": 60.0}):
+        powers.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of chains that have not converged
+            result = fit_magnet(0.0, **options)
+        assert len(powers) == len(options) and "annealed" not in result.stages[-1].outcome
+        assert result.refined.stopped == "max_gradients"
+        assert result.refined.drift.r_hat > 1.2
 
 
 def test_refine_anneals_on_request():
