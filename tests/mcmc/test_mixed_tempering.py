@@ -17,6 +17,7 @@ from pyro_implicit import fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import FitPolicy
 from pyro_implicit.mcmc.mixed_tempering import TemperedSpace, _Particles, why_not_tempered
+from pyro_implicit.mcmc.policy import DEFAULT
 
 NUM_SPINS, COUPLING, FIELD = 14, 0.17, 0.03
 
@@ -89,7 +90,7 @@ def test_fit_anneals_chains_that_stay_in_separate_modes():
 
 def test_chains_stay_if_annealing_has_no_time(monkeypatch):
     """After the chains no patience is left; with a time limit, it ends during the annealing."""
-    powers, walk = [], _Particles.walk
+    powers, patience, walk, is_late = [], [], _Particles.walk, _Particles._is_late
 
     def counted(particles, cloud, number):
         powers.append(particles.space.power)
@@ -97,15 +98,21 @@ def test_chains_stay_if_annealing_has_no_time(monkeypatch):
             particles.plan.limit.end = 0.0
         return walk(particles, cloud, number)
 
+    def seen(particles):
+        patience.append(particles.plan.patience)
+        return is_late(particles)
+
     monkeypatch.setattr(_Particles, "walk", counted)
+    monkeypatch.setattr(_Particles, "_is_late", seen)
     for options in ({}, {"max_seconds": 60.0}):
         powers.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of chains that have not converged
-            result = fit_magnet(0.0, **options)
+            result = fit_magnet(0.05, **options)
         assert len(powers) == len(options) and "annealed" not in result.stages[-1].outcome
         assert result.refined.stopped == "max_gradients"
         assert result.refined.drift.r_hat > 1.2
+    assert patience[0] < 0.05 and patience[1] == float("inf")
 
 
 def test_refine_anneals_on_request():
@@ -120,6 +127,25 @@ def test_refine_anneals_on_request():
     found = (n.unsqueeze(-1) == numbers).double().mean(0)
     torch.testing.assert_close(found, log_weights.softmax(0).double(), rtol=0, atol=0.04)
     assert result.modes == "Annealing began with draws of the prior." and result.settled
+
+
+def test_annealed_clouds_stay_if_the_next_one_has_no_time(monkeypatch):
+    clouds, anneal = [], _Particles.anneal
+
+    def counted(particles, number):
+        if clouds:
+            raise TimeoutError
+        clouds.append(anneal(particles, number))
+        return clouds[0]
+
+    monkeypatch.setattr(_Particles, "anneal", counted)
+    policy = replace(DEFAULT, tempering=replace(DEFAULT.tempering, mixed_error=0.0))
+    start = {"n": torch.ones(64), "x": 70 + 0.5 * torch.randn(64)}
+    result = refine(
+        clusters, start, torch.tensor(1.5), temper=True, policy=policy, num_chains=64, seed=0,
+        progress=False,
+    )  # fmt: skip
+    assert result.stopped == "max_gradients" and len(result.get_samples()["n"]) > 0
 
 
 @pytest.mark.parametrize(
