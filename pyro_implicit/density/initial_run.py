@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from pyro_implicit.density.bijections import on_one_turn, turns_of
 from pyro_implicit.density.checks import refuse_moving_sites, refuse_unfit_sites
@@ -41,6 +42,7 @@ from pyro_implicit.density.model import (
     refuse_subsampling,
     restore_priors,
     subsampled_plate,
+    total_log_prob,
 )
 from pyro_implicit.density.policy import RUNS, SEARCH
 from pyro_implicit.runtime.messages import first_line
@@ -48,6 +50,7 @@ from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     Site,
     example_tensor,
+    innermost_support,
     is_data,
     is_discrete_latent,
     is_flat,
@@ -133,11 +136,21 @@ class InitialRun:
     def _run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
         trace = self._first_possible(initialisations(init_loc_fn))
         with suppress(Exception):  # of the model, or of latents without coordinates, refused later
-            if init_loc_fn is init_to_median and _is_extreme(trace):
+            if init_loc_fn is init_to_median and _extremes(trace):
                 again = self._first_possible(initialisations(init_to_sample))
-                if _is_extreme(trace, again):
-                    return self._first_possible([init_to_feasible])
+                if extremes := _extremes(trace, again):
+                    return self._without(extremes, trace)
         return trace
+
+    def _without(self, extremes: set[str], trace: Trace) -> Trace:
+        """Return a run in which these sites begin at the origin, if its density is not lower."""
+
+        def init(site: dict[str, Any]) -> Tensor:
+            start = init_to_feasible if site["name"] in extremes else init_to_median
+            return start(site)
+
+        moved = self._first_possible([init])
+        return trace if _height(moved) < _height(trace) else moved
 
     def _first_possible(self, inits: list[Callable[[dict[str, Any]], Tensor]]) -> Trace:
         first_error = None
@@ -264,23 +277,37 @@ def prior_run(
         return poutine.trace(model).get_trace(*args, **kwargs)
 
 
-def _is_extreme(trace: Trace, again: Trace | None = None) -> bool:
-    """Return whether a latent variable is too large for an initial value.
+def _extremes(trace: Trace, again: Trace | None = None) -> set[str]:
+    """Return the latent variables that are too large for initial values.
 
     :param again: another run. If values are large because the prior is vague, and not because it
-        has such a location, they differ by a multiple of their size.
+        has such a location, they differ by a multiple of their size. The variables that may have
+        caused it, such as precisions of exp(-80), are then returned, too.
     """
+    found, causes = set(), set()
     for name, site in trace.nodes.items():
         if is_latent(site) and not is_discrete_latent(site):
-            inverse = biject_to(site["fn"].support).inv
+            support = site["fn"].support
+            inverse = biject_to(support).inv
             value = inverse(site["value"])
             is_far = ~(value.abs() < RUNS.extreme)
             if again is not None:
                 change = (value - inverse(again.nodes[name]["value"])).abs()
                 is_far &= ~(change < RUNS.least_spread * value.abs())
+                is_bounded = not isinstance(innermost_support(support), type(constraints.real))
+                if is_bounded and (value.abs() > SEARCH.far).any():
+                    causes.add(name)
             if is_far.any():
-                return True
-    return False
+                found.add(name)
+    return found | causes if found else found
+
+
+def _height(trace: Trace) -> float:
+    """Return the log-density of a run; -inf where the model has none."""
+    with suppress(Exception), pyro.validation_enabled(False):  # of the model
+        height = total_log_prob(trace.copy()).item()
+        return height if height == height else -math.inf
+    return -math.inf
 
 
 def _is_drawn(site: Site) -> bool:

@@ -37,7 +37,7 @@ class RunPolicy:
     #: is raised. As Pyro's ``initialize_model``, which tries 100 points.
     max_retries: int = 10
 
-    #: Unconstrained coordinate of a prior's median above which the initial value is the origin:
+    #: Unconstrained coordinate of a prior's median above which a latent variable begins at 0:
     #: float32 has one decimal place there. Effects whose precision is Gamma(.001, .001) have 1e17.
     extreme: float = 1e6
 

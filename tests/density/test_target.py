@@ -625,6 +625,28 @@ def test_a_prior_with_an_extreme_location():
     assert Target(model).init_loc.item() == pytest.approx(2e6, rel=0.2)
 
 
+def test_a_location_beside_extreme_medians():
+    """Only the effects and their precision move: with all latents 0, the count is impossible."""
+
+    def model():
+        effects_of_unknown_size()
+        size = pyro.sample("size", dist.Normal(3000.0, 300.0))
+        pyro.sample("count", dist.Poisson(0.1 * size), obs=torch.tensor(320.0))
+
+    *others, size = Target(model).init_loc.tolist()
+    assert others == [0.0] * 21 and size == pytest.approx(3000.0, rel=0.3)
+
+
+def test_extreme_medians_stay_where_the_origin_is_impossible():
+    def model():
+        effects_of_unknown_size()
+        far = pyro.sample("far", dist.Normal(0.0, 1e8))
+        pyro.factor("data", torch.where(far.abs() > 1e5, 0.0, -torch.inf))
+
+    target = Target(model)
+    assert target.init_loc[-1].abs() > 1e5 and target.log_prob(target.init_loc[None]).isfinite()
+
+
 def test_a_factor_that_is_nan_at_all_draws_of_the_prior():
     time = torch.tensor([1.0, 2.0, 5.0])
 
