@@ -29,6 +29,7 @@ from pyro_implicit.density.policy import ANGLES
 from pyro_implicit.runtime.sites import innermost_support, is_latent
 
 __all__ = [
+    "InDouble",
     "LogCholesky",
     "StickBreaking",
     "intervals_of",
@@ -302,6 +303,44 @@ def with_small_shares(transform: Any) -> Any:
         base = with_small_shares(transform.base_transform)
         return IndependentTransform(base, transform.reinterpreted_batch_ndims)
     return transform
+
+
+class InDouble(Transform):
+    """The same bijection in double precision, between numbers of any precision.
+
+    In single precision, all values of a wide interval lose digits: those of Uniform(-1e7, 1e7) are
+    integers.
+
+    **Example:**
+
+    >>> wide = biject_to(constraints.interval(-1e7, 1e7))
+    >>> wide(torch.tensor(7e-7)), InDouble(wide)(torch.tensor(7e-7))
+    (tensor(4.), tensor(3.5000))
+
+    :param base: a bijection between numbers.
+    """
+
+    bijective = True
+
+    def __init__(self, base: Transform) -> None:
+        super().__init__()
+        self.base, self.domain, self.codomain = base, base.domain, base.codomain
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InDouble) and bool(self.base == other.base)
+
+    def _call(self, x: Tensor) -> Tensor:
+        infinite = torch.full_like(x, math.inf)
+        # Rounded values must not reach the bounds, which torch keeps away from.
+        return self.base(x.double()).to(x).clamp(self.base(-infinite), self.base(infinite))
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return self.base.inv(y.double()).to(y)
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the log-determinant of coordinates x."""
+        x = x.double()
+        return self.base.log_abs_det_jacobian(x, self.base(x)).to(y)
 
 
 def _offset(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.bijections import InDouble
 from pyro_implicit.density.checks import refuse_moving_supports
 from pyro_implicit.density.checks.observations import refuse_missing_data
 from pyro_implicit.density.coordinates import Coordinates
@@ -34,7 +35,13 @@ from pyro_implicit.density.model_runs import ModelRuns
 from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.ops.jacobian import hessian_products
-from pyro_implicit.runtime.sites import Site, innermost, unmasked_elements, unplated_dims
+from pyro_implicit.runtime.sites import (
+    Site,
+    innermost,
+    is_interval,
+    unmasked_elements,
+    unplated_dims,
+)
 
 __all__ = ["Target"]
 
@@ -512,8 +519,9 @@ class Target:
     def widen(self, points: Tensor) -> bool:
         """Evaluate the model in double precision from now on, if it can.
 
-        Coordinates and results keep their dtype. Arguments of the model are converted; data that it
-        closes over are not, so that a matrix product with them fails, for instance.
+        Coordinates and results keep their dtype, but the bijections to intervals compute in double
+        precision, too. Arguments of the model are converted; data that it closes over are not, so
+        that a matrix product with them fails, for instance.
 
         **Example:**
 
@@ -541,6 +549,9 @@ class Target:
         if not found[before.isfinite()].isfinite().all():
             return False
         self._use(wide._runs)
+        for name, site in self.sites.items():
+            if is_interval(site):
+                self.transforms[name] = InDouble(self.transforms[name])
         return True
 
     @property

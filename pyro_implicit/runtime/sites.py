@@ -40,6 +40,7 @@ __all__ = [
     "is_data",
     "is_discrete_latent",
     "is_flat",
+    "is_interval",
     "is_latent",
     "joined_parts",
     "names_in_plates_of",
@@ -75,6 +76,12 @@ def innermost(fn: Any) -> Any:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return fn
+
+
+def is_interval(site: Site) -> bool:
+    """Return whether values lie between two bounds."""
+    ends = constraints.interval, constraints.half_open_interval
+    return isinstance(innermost_support(site["fn"].support), ends)
 
 
 def innermost_support(support: Any) -> Any:

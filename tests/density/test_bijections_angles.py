@@ -152,13 +152,8 @@ def test_transformed_angles_are_named():
 
 
 def test_an_angle_can_begin_at_the_origin():
-    """As with vague priors, for which medians and draws are no initial values."""
-
     def model():
-        precision = pyro.sample("precision", dist.Gamma(0.001, 0.001))
-        pyro.sample("x", dist.Normal(torch.zeros(5), precision.rsqrt()).to_event(1))
+        pyro.sample("x", dist.Gamma(0.001, 0.001))
         pyro.sample("phi", dist.VonMises(0.0, 1.0))
 
-    pyro.set_rng_seed(0)
-    assert Target(model).init_loc.tolist() == [0.0] * 7
-    assert Target(model, init_loc_fn=init_to_feasible).init_loc.tolist() == [0.0] * 7
+    assert Target(model, init_loc_fn=init_to_feasible).init_loc.tolist() == [0.0] * 2

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.checks.observations import (
@@ -24,7 +23,7 @@ from pyro_implicit.density.policy import GRADIENTS, ROUNDING, RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
-from pyro_implicit.runtime.sites import Site, innermost, innermost_support
+from pyro_implicit.runtime.sites import Site, innermost, is_interval
 from pyro_implicit.runtime.trees import map_tree
 
 __all__ = [
@@ -281,7 +280,10 @@ def harmful_rounding(target: Target, draws: Tensor) -> float:
 
 @torch.no_grad()
 def loses_digits(target: Target, points: Tensor) -> bool:
-    """Return whether points in single precision lie so near a bound that they do not come back.
+    """Return whether points in single precision do not come back from the values of their sites.
+
+    So near a bound, or in a wide interval such as that of Uniform(-1e7, 1e7), many points have the
+    same values.
 
     **Example:**
 
@@ -293,12 +295,14 @@ def loses_digits(target: Target, points: Tensor) -> bool:
     >>> [loses_digits(target, torch.tensor([[x]])) for x in (10.0, 20.0)]
     [False, True]
 
-    :param points: ``(num_points, latent_dim)``.
+    :param points: draws, whose standard deviation is the unit of the errors if it is below 1, or a
+        single point, ``(num_points, latent_dim)``.
     """
     if points.dtype == torch.float64:
         return False
     back = target.unconstrain(target.constrain(points))
-    return bool(((back - points).abs() > ROUNDING.max_error).any())
+    unit = points.std(0).clamp(max=1.0) if len(points) > 1 else 1.0
+    return bool(((back - points).abs() > ROUNDING.max_error * unit).any())
 
 
 @torch.no_grad()
@@ -322,11 +326,10 @@ def beyond_resolution(target: Target, points: Tensor) -> tuple[str, ...]:
     :returns: their names; sites whose support is no interval are left out.
     """
     found = []
-    ends = constraints.interval, constraints.half_open_interval
     for name, part in target.split(points.double() if target.is_wide else points).items():
         # In a simplex, small elements keep their digits, although the map back loses them.
-        is_interval = isinstance(innermost_support(target.sites[name]["fn"].support), ends)
-        if name in target.sampled or not is_interval or not part.numel():
+        bounded = is_interval(target.sites[name])
+        if name in target.sampled or not bounded or not part.numel():
             continue
         transform, infinite = target.transforms[name], torch.full_like(part[:1], math.inf)
         low, high = transform(-infinite), transform(infinite)

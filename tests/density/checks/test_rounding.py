@@ -2,6 +2,7 @@
 """Arithmetic that errs in the last bit."""
 
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -15,6 +16,8 @@ from pyro_implicit.density.checks.numerics import (
     beyond_resolution,
     harmful_rounding,
     is_rounding,
+    loses_digits,
+    widen_if_rounded,
 )
 
 
@@ -77,6 +80,31 @@ def test_single_precision_stands_still_near_a_bound():
     assert found.dtype == torch.float32
     log_rest = torch.nn.functional.logsigmoid(-points[:, 1].double())  # log(1 - p)
     torch.testing.assert_close(found - found[0], (0.1 * (log_rest - log_rest[0])).float())
+
+
+def test_single_precision_stands_still_in_a_wide_interval():
+    """Its values are integers there; those of double precision are not, and come back."""
+    y = torch.tensor([3.1, 4.2, 3.6])
+
+    def model(y):
+        mu = pyro.sample("mu", dist.Uniform(torch.full((2,), -1e7), 1e7).to_event(1))
+        pyro.sample("y", dist.Normal(mu[0], 1.0).expand([3]).to_event(1), obs=y)
+
+    target = Target(model, y)
+    draws = 6.5e-7 + 4.5e-8 * torch.randn(32, 2, generator=torch.Generator().manual_seed(0))
+    values = target.constrain(draws)["mu"]
+    assert torch.equal(values, values.round()) and loses_digits(target, draws)
+    assert "from here in float64" in widen_if_rounded(target, lambda number: draws[:number])
+    values, exact = target.constrain(draws)["mu"], 2e7 * draws.double().sigmoid() - 1e7
+    torch.testing.assert_close(values.double(), exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(target.unconstrain({"mu": values}), draws, rtol=1e-5, atol=0)
+    transform = target.transforms["mu"]
+    log_det = transform.log_abs_det_jacobian(draws, values)
+    torch.testing.assert_close(log_det, torch.full((32,), 2 * math.log(5e6)))
+    ends = transform(torch.tensor([[-200.0, 200.0]]))
+    assert transform.codomain.check(ends).all() and ends.dtype == torch.float32
+    again = pickle.loads(pickle.dumps(transform))
+    assert again == transform and again != transform.base
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
