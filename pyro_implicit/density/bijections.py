@@ -326,9 +326,6 @@ class InDouble(Transform):
         super().__init__()
         self.base, self.domain, self.codomain = base, base.domain, base.codomain
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, InDouble) and bool(self.base == other.base)
-
     def _call(self, x: Tensor) -> Tensor:
         infinite = torch.full_like(x, math.inf)
         # Rounded values must not reach the bounds, which torch keeps away from.

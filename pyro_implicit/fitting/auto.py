@@ -509,7 +509,7 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         if plan.search_iterations == 0 and refine is not False and modes is None:
             return _fit_without_search(stages, target, plan)
         if target.latent_dim <= policy.marginal.least_latents:
-            every = replace(policy.marginal, least_latents=0)
+            every = replace(policy.marginal, least_latents=0, least_integrated=1, least_added=1)
             integrate = partial(_fit_by_integration, stages, target, every, refine)
             plan = plan._replace(fallback=integrate)
         return _fit_by_search(stages, target, plan, refine)

@@ -220,23 +220,27 @@ def test_infinite_curvature_falls_back() -> None:
     assert math.isfinite(found.sample(100)["x"].abs().max())
 
 
-def names_after_few_gradients(verdict: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Fit, list]:
-    """Fit 25 latent variables by chains that stop early, and return the stages' names, too."""
+def names_after_few_gradients(
+    verdict: str, monkeypatch: pytest.MonkeyPatch, y: Tensor = FEW
+) -> tuple[Fit, list]:
+    """Fit few latent variables by chains that stop early, and return the stages' names, too."""
     monkeypatch.setattr(refinement, "judge_chains", lambda drift: verdict)
     budget = replace(SMALL.budget, most_gradients=4, least_gradients=4, patient_seconds=0.0)
     policy = FitPolicy(budget=budget, integration=SMALL.integration)
-    found = fit(walk, "auto", FEW, policy=policy, **QUIET)
+    found = fit(walk, "auto", y, policy=policy, **QUIET)
     names = [stage.name for stage in found.stages]
     assert "R-hat" in found.stages[names.index("refine")].outcome
     return found, names
 
 
-@pytest.mark.parametrize("verdict", ["check", "do not trust"])
+@pytest.mark.parametrize(
+    ("verdict", "y"), [("check", FEW), ("do not trust", FEW), ("do not trust", FEW[:5])]
+)
 def test_integration_replaces_chains_that_end_before_convergence(
-    verdict: str, monkeypatch: pytest.MonkeyPatch
+    verdict: str, y: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of the first attempt is left, nor its warning, which would be an error here."""
-    found, names = names_after_few_gradients(verdict, monkeypatch)
+    found, names = names_after_few_gradients(verdict, monkeypatch, y)
     assert names.index("refine") < names.index("marginal") < names.index("draws")
     assert found.refined is None and found.correction is None and found.symmetries is None
     assert found.modes is None and not found.bounds and not found.losses
