@@ -557,7 +557,8 @@ def _fit_by_search(
             exact = train_exact(stages, target, modes, math.inf)
             if not exact.gap < policy.choice.near:
                 train_semi_implicit(stages, target, exact)
-            return stages.choose(target, modes)
+            stages.choose(target, modes)
+            return stages.warn_if_untrained()
         if len(modes.loc) > policy.budget.most_modes:
             warn_user(
                 f"the search found {len(modes.loc)} separate modes, and the posterior may have "
@@ -580,7 +581,7 @@ def _fit_by_search(
         is_near &= exact.gap < policy.choice.near
         if refine is True or not (is_near or stages.result.correction):
             move_draws(stages, plan.chains, refine is not True, modes, plan.fallback)
-        return stages.result
+        return stages.warn_if_untrained()
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)
 

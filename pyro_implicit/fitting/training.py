@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
@@ -427,7 +428,7 @@ def default_loss(
 
 
 def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-    with poutine.block():
+    with poutine.block(), pyro.validation_enabled(False):  # draws of a prior may be impossible
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     try:
         refuse_subsampling(trace, "coverage")

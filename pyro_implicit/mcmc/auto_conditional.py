@@ -75,14 +75,17 @@ class AutoConditional(DrawSummaries, AutoGuide):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         start, model = FlatPriorStart(init_to_median), self.model
         self._model = (InitMessenger(start)(model),)  # Pyro hides all handlers outside
-        try:
-            super()._setup_prototype(*args, **kwargs)
-        finally:
-            self._model = (model,)
-        sites = self.prototype_trace.iter_stochastic_nodes()
-        size = sum(site["value"].numel() for _, site in sites)
-        kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
-        self.noise = kind(poutine.reparam(self.model, self.reparams), init_loc_fn=start)
+        # A median of a vague prior may be impossible, but only shapes are read from it.
+        with pyro.validation_enabled(False):
+            try:
+                super()._setup_prototype(*args, **kwargs)
+            finally:
+                self._model = (model,)
+            sites = self.prototype_trace.iter_stochastic_nodes()
+            size = sum(site["value"].numel() for _, site in sites)
+            kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
+            self.noise = kind(poutine.reparam(self.model, self.reparams), init_loc_fn=start)
+            self.noise._setup_prototype(*args, **kwargs)
 
     def _check_prototype(self, part_trace: Trace) -> None:
         """Skip the check of ``AutoGuideList``: the noise has its own sites."""

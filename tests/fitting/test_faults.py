@@ -16,12 +16,13 @@ from torch import nn
 
 from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, TrainingPolicy, fit, train
-from pyro_implicit.fitting.stages import still_falls
+from pyro_implicit.fitting.stages import Stages, still_falls
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
+from pyro_implicit.runtime.clock import TimeLimit
 
 #: For tests that do not depend on the values of bounds, which are expensive.
 FEW = FitPolicy(choice=ChoicePolicy(num_weighed=100))
@@ -94,6 +95,17 @@ def test_a_training_that_fails_leaves_the_gaussian(monkeypatch):
         result = quick(funnel)
     assert caught[0].filename == __file__
     assert result.chosen == "gaussian" and set(result.bounds) == {"gaussian"}
+
+
+def test_failed_trainings_need_no_warning_if_the_draws_are_corrected():
+    stages = Stages(funnel, (), {}, 4, lr=0.01, num_particles=8, limit=TimeLimit(None))
+    with stages.result.attempt("injective"):
+        raise RuntimeError("no injective")
+    stages.result.bounds = {"gaussian": -1.0}
+    with pytest.warns(UserWarning, match="initial Gaussian.*no injective"):
+        stages.warn_if_untrained()
+    stages.result.correction = 0.9
+    stages.warn_if_untrained()
 
 
 def two_modes():
