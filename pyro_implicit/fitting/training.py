@@ -416,7 +416,7 @@ def default_loss(
         with poutine.block():
             guide(*args, **kwargs)
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):
-        coverage = 0.0 if _subsamples(guide.model, args, kwargs) else 1.0
+        coverage = 0.0 if _subsamples(guide, args, kwargs) else 1.0
         return InjectiveELBO(num_particles, coverage=coverage, **options)
     if isinstance(guide, AutoAmortized) and guide.is_semi_implicit:
         return LIVI_ELBO(num_particles, **options)
@@ -427,9 +427,12 @@ def default_loss(
     return ImplicitELBO(num_particles, **options)
 
 
-def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+def _subsamples(guide: AutoImplicit, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether the guide's model subsamples its data, or is unknown, as that of a copy."""
+    if vars(guide)["_model"] is None:
+        return True
     with poutine.block(), pyro.validation_enabled(False):  # draws of a prior may be impossible
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
+        trace = poutine.trace(guide.model).get_trace(*args, **kwargs)
     try:
         refuse_subsampling(trace, "coverage")
     except SubsampledError:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -91,17 +90,8 @@ class AutoConditional(DrawSummaries, AutoGuide):
         """Skip the check of ``AutoGuideList``: the noise has its own sites."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model; :meth:`attach` restores it after loading."""
-        guides = [self] if self.noise is None else [self, self.noise]
-        kept = [(guide, guide.__dict__["_model"], guide.__dict__["master"]) for guide in guides]
-        try:  # Pyro takes both from the guide itself
-            state = {**super().__getstate__(), "_last": ((), None)}
-            if self.noise is not None:  # a copy, as its own state is asked for after this
-                state["_modules"] = {**state["_modules"], "noise": copy.copy(self.noise)}
-            return state
-        finally:
-            for guide, model, master in kept:
-                guide._model, guide.master = model, master
+        """Leave out the model after the first call; :meth:`attach` restores it after loading."""
+        return {**super().__getstate__(), "_last": ((), None)}
 
     @property
     def model(self) -> Callable[..., Any]:
