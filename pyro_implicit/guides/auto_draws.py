@@ -141,7 +141,8 @@ class DrawSummaries:
         }
         kept = [(one, vars(one)["_model"], one.master) for one in (self, *parts.values())]
         try:
-            state = {**super().__getstate__()}
+            given: Any = super().__getstate__()
+            state: dict[str, Any] = {**given}
             # Pickle asks the parts for their states after this method has returned.
             copies = {name: copy.copy(part) for name, part in parts.items()}
             state["_modules"] = {**state["_modules"], **copies}

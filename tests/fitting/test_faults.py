@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import nn
@@ -353,6 +354,29 @@ def test_an_outer_plate_is_refused(what):
     message = f"{what.__name__} is called inside plate 'outer'.*Cure: .*outside of the plate"
     with pyro.plate("outer", 3), pytest.raises(ValueError, match=message):
         what(spiked, AutoNormal(spiked), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("scale", {"scale": 0.5}),
+        ("mask", {"mask": torch.tensor(True)}),
+        ("condition", {"data": {"x": torch.tensor(1.0)}}),
+        ("do", {"data": {"x": torch.tensor(1.0)}}),
+        ("reparam", {"config": {}}),
+        ("infer_config", {"config_fn": lambda site: {}}),
+    ],
+)
+def test_a_handler_around_fit_is_refused(name, options):
+    message = rf"inside poutine.{name}, .*Cure: wrap the model, as in fit\(poutine.{name}\(model"
+    with getattr(poutine, name)(**options), pytest.raises(ValueError, match=message):
+        losses_of(torch.tensor(1.0))
+
+
+def test_handlers_around_fit_that_do_not_change_the_model_are_allowed():
+    with poutine.trace(), poutine.block(), poutine.seed(rng_seed=0), pyro.validation_enabled(True):
+        result = fit(shifted, "auto", torch.tensor(1.0), seed=0, progress=False)
+    assert result.sample(1000, seed=0)["x"].mean().item() == pytest.approx(1.5, abs=0.1)
 
 
 def test_threads_take_turns():
