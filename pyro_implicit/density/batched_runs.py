@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
@@ -22,6 +23,7 @@ from pyro_implicit.density.policy import ROUNDING, RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.runtime.global_state import same_streams, stream_positions
 from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.progress import is_watching
 from pyro_implicit.runtime.sites import is_latent
 from pyro_implicit.runtime.trees import flatten, leaves_by_path, leaves_of, map_tree
 
@@ -300,9 +302,10 @@ class BatchedRuns:
         seconds = time.perf_counter() - start
         num_runs = len(next(iter(values.values())))
         cure = error.cure or (
-            "write the model without .item() and without branches on latent values; or use fewer "
-            'particles; an ELBO also takes vectorize_particles="plate" or False'
+            "write the model without .item() and without branches on latent values"
         )
+        if self.owner.endswith("ELBO") and not is_watching():  # fit chooses the losses
+            cure += '; or use fewer particles, vectorize_particles="plate" or False'
         warn_user(
             f"{self.owner} runs the model one particle at a time, because it cannot run inside "
             f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
@@ -346,6 +349,15 @@ def _total(tree: Any) -> float:
 
 
 def _cure(error: Exception) -> str | None:
+    if "setup_context" in str(error):
+        classes = [frame.f_locals.get("cls") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        kinds = [one for one in classes if isinstance(one, type(torch.autograd.Function))]
+        name = f"{kinds[-1].__module__}.{kinds[-1].__qualname__}" if kinds else "the Function"
+        return (
+            f"give {name} a method setup_context and generate_vmap_rule=True; if it is not yours, "
+            "as in a CompartmentalModel with num_quant_bins above 1, use torch's functions, or its "
+            "model with num_quant_bins=1"
+        )
     if "Batching rule not implemented for" not in str(error):
         return None
     return (

@@ -77,7 +77,13 @@ from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
+from pyro_implicit.runtime.global_state import (
+    in_turn,
+    refuse_outer_handlers,
+    same_streams,
+    single_thread,
+    with_seed,
+)
 from pyro_implicit.runtime.messages import (
     first_line,
     refuse_counts,
@@ -251,7 +257,8 @@ def fit(
         are there as after ``SVI``.
     :raises TypeError: for a class or data in place of a guide; in several processes, for
         ``pyro.param`` outside of modules.
-    :raises ValueError: for an unknown guide; counts below 1; a ``max_seconds`` that is not
+    :raises ValueError: inside a plate or a handler that changes the model, such as
+        ``poutine.scale``; for an unknown guide; counts below 1; a ``max_seconds`` that is not
         positive; ``num_steps`` with ``batches``, and ``epochs`` without; a discrete latent variable
         that can neither be summed out nor sampled; an observation that is NaN; a model whose
         log-density is finite nowhere; a checkpoint of a run with other settings (changed data are
@@ -261,6 +268,7 @@ def fit(
     :warns UserWarning: for a new guide whose name has values in Pyro's parameter store, and for a
         model that subsamples its data, unless ``refine=False``.
     """
+    refuse_outer_handlers("fit")
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
     refuse_counts(num_steps=num_steps, epochs=epochs, num_particles=num_particles)
@@ -557,7 +565,8 @@ def _fit_by_search(
             exact = train_exact(stages, target, modes, math.inf)
             if not exact.gap < policy.choice.near:
                 train_semi_implicit(stages, target, exact)
-            return stages.choose(target, modes)
+            stages.choose(target, modes)
+            return stages.warn_if_untrained()
         if len(modes.loc) > policy.budget.most_modes:
             warn_user(
                 f"the search found {len(modes.loc)} separate modes, and the posterior may have "
@@ -580,7 +589,7 @@ def _fit_by_search(
         is_near &= exact.gap < policy.choice.near
         if refine is True or not (is_near or stages.result.correction):
             move_draws(stages, plan.chains, refine is not True, modes, plan.fallback)
-        return stages.result
+        return stages.warn_if_untrained()
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)
 

@@ -457,6 +457,7 @@ class Stages:
                     name, guide = self.in_training
                     self.add(weigh(name, target, guide, policy=self.policy.choice))
             self.choose(target, modes)
+            self.warn_if_untrained()
         elif self.result.guide is None:
             raise KeyboardInterrupt
         self.result.interrupted = True
@@ -472,8 +473,17 @@ class Stages:
         result = self.result
         result.guide, result.losses, result.chosen = chosen.guide, chosen.losses, chosen.name
         result.bounds = {one.name: one.bound for one in self.candidates}
+        return result
+
+    def warn_if_untrained(self) -> Fit:
+        """Warn if draws of a Gaussian are the result because trainings failed; return the result.
+
+        Failed trainings do not affect draws of chains and reweighted draws.
+        """
+        result = self.result
         errors = "; ".join(stage.outcome for stage in result.stages if stage.error)
-        if errors and {one.name for one in self.candidates} == {"gaussian"}:
+        is_corrected = result.refined is not None or result.correction
+        if errors and not is_corrected and {*result.bounds} == {"gaussian"}:
             warn_user(f"fit returns its initial Gaussian, because every training failed ({errors})")
         return result
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
@@ -28,7 +29,13 @@ from pyro_implicit.fitting.parameters import are_all_of_guide, trained_parameter
 from pyro_implicit.fitting.policy import DEFAULT, DENORMAL_MARGIN, Schedule
 from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_implicit import has_exact_density
-from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
+from pyro_implicit.infer import (
+    KIVI_ELBO,
+    LIVI_ELBO,
+    ImplicitELBO,
+    InjectiveELBO,
+    NonFiniteError,
+)
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.mcmc.teaching import descend
 from pyro_implicit.runtime.global_state import (
@@ -218,6 +225,7 @@ def train(
             evaluate = loss_of_processes(evaluate, loss, parameters, buffers)
         stepper = _Stepper(model, evaluate, optimisers, schedule, batches, scales, args, kwargs)
         device, state = next(iter(parameters.values())).device, _State()
+        terms = partial(_nonfinite_terms, loss, model, guide, first, kwargs)
         stored = TrainingCheckpoint(state, parameters, optimisers, loss, buffers)
         file = None if checkpoint is None else own_file(checkpoint, name)
         if file is not None and file.exists():
@@ -241,7 +249,7 @@ def train(
                     state.finished = is_exact or by_steps or clock >= 1 or stops
                     if is_enough is not None and not state.finished and schedule.is_look(steps):
                         state.finished = _looks_enough(is_enough)
-                    _check_finite(state.losses, state.finished, max_nonfinite)
+                    _check_finite(state.losses, state.finished, max_nonfinite, terms)
                     if held_out is not None:
                         epoch = 1 if batches is None else batches.epoch_length
                         _score(held_out, state, epoch, guide, parameters)
@@ -347,14 +355,28 @@ def _refuse_missing_data(
         refuse_missing_data(trace, f" in {batches.where}")
 
 
-def _check_finite(losses: list[float], finished: bool, most: int) -> None:
+def _nonfinite_terms(loss: Any, model: Any, guide: Any, args: tuple, kwargs: Any) -> str:
+    """Name the terms of another loss that are not finite; empty if there are none."""
+    if not isinstance(loss, ImplicitELBO):
+        return ""
+    before, loss.nonfinite = loss.nonfinite, "raise"
+    try:
+        loss.differentiable_loss(model, guide, *args, **kwargs)
+    except NonFiniteError as error:
+        return str(error).partition(": ")[2].partition(". Cure")[0]
+    finally:
+        loss.nonfinite = before
+    return ""
+
+
+def _check_finite(losses: list[float], finished: bool, most: int, terms: Callable[[], str]) -> None:
     number = min(most, len(losses))
     if (finished or number == most) and all(math.isnan(loss) for loss in losses[-number:]):
+        found = terms()
         raise RuntimeError(
             f"the loss or its gradient was not finite for {number} steps in a row, up to step "
-            f"{len(losses)}. "
-            'Cure: run the ELBO with nonfinite="raise", which names the term; a lower lr, or '
-            "another init_loc_fn"
+            f"{len(losses)}{f' ({found})' if found else ''}. Cure: a model whose log-density is "
+            "finite at its draws, a lower lr, or a guide with another init_loc_fn"
         )
 
 
@@ -415,7 +437,7 @@ def default_loss(
         with poutine.block():
             guide(*args, **kwargs)
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):
-        coverage = 0.0 if _subsamples(guide.model, args, kwargs) else 1.0
+        coverage = 0.0 if _subsamples(guide, args, kwargs) else 1.0
         return InjectiveELBO(num_particles, coverage=coverage, **options)
     if isinstance(guide, AutoAmortized) and guide.is_semi_implicit:
         return LIVI_ELBO(num_particles, **options)
@@ -426,9 +448,12 @@ def default_loss(
     return ImplicitELBO(num_particles, **options)
 
 
-def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-    with poutine.block():
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
+def _subsamples(guide: AutoImplicit, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether the guide's model subsamples its data, or is unknown, as that of a copy."""
+    if vars(guide)["_model"] is None:
+        return True
+    with poutine.block(), pyro.validation_enabled(False):  # draws of a prior may be impossible
+        trace = poutine.trace(guide.model).get_trace(*args, **kwargs)
     try:
         refuse_subsampling(trace, "coverage")
     except SubsampledError:

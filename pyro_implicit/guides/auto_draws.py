@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -127,6 +128,30 @@ class DrawSummaries:
 
     prototype_trace: Any
     sample_posterior: Callable[..., dict[str, Tensor]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the model, unless the first call has yet to run it.
+
+        Pyro's method takes the model from the guide itself.
+        """
+        parts = {
+            name: part
+            for name, part in vars(self)["_modules"].items()
+            if isinstance(part, AutoGuide) and not isinstance(part, DrawSummaries)
+        }
+        kept = [(one, vars(one)["_model"], one.master) for one in (self, *parts.values())]
+        try:
+            given: Any = super().__getstate__()
+            state: dict[str, Any] = {**given}
+            # Pickle asks the parts for their states after this method has returned.
+            copies = {name: copy.copy(part) for name, part in parts.items()}
+            state["_modules"] = {**state["_modules"], **copies}
+        finally:
+            for one, model, master in kept:
+                one._model, one.master = model, master
+        if self.prototype_trace is None:
+            state["_model"] = vars(self)["_model"]
+        return state
 
     @torch.no_grad()
     def quantiles(

@@ -150,7 +150,7 @@ class AutoImplicit(AutoDraws):
                     'frame="mode" needs the density of all latents, but a minibatch has only some '
                     "of the latents of rows. Cure: frame=None, or a Frame"
                 )
-            model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
+            model = self.model.args[-1]  # inside of Pyro's InitMessenger
             return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):
             with poutine.block():  # a Laplace approximation runs its model

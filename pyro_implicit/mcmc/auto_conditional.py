@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -75,30 +74,24 @@ class AutoConditional(DrawSummaries, AutoGuide):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         start, model = FlatPriorStart(init_to_median), self.model
         self._model = (InitMessenger(start)(model),)  # Pyro hides all handlers outside
-        try:
-            super()._setup_prototype(*args, **kwargs)
-        finally:
-            self._model = (model,)
-        sites = self.prototype_trace.iter_stochastic_nodes()
-        size = sum(site["value"].numel() for _, site in sites)
-        kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
-        self.noise = kind(poutine.reparam(self.model, self.reparams), init_loc_fn=start)
+        # A median of a vague prior may be impossible, but only shapes are read from it.
+        with pyro.validation_enabled(False):
+            try:
+                super()._setup_prototype(*args, **kwargs)
+            finally:
+                self._model = (model,)
+            sites = self.prototype_trace.iter_stochastic_nodes()
+            size = sum(site["value"].numel() for _, site in sites)
+            kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
+            self.noise = kind(poutine.reparam(self.model, self.reparams), init_loc_fn=start)
+            self.noise._setup_prototype(*args, **kwargs)
 
     def _check_prototype(self, part_trace: Trace) -> None:
         """Skip the check of ``AutoGuideList``: the noise has its own sites."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model; :meth:`attach` restores it after loading."""
-        guides = [self] if self.noise is None else [self, self.noise]
-        kept = [(guide, guide.__dict__["_model"], guide.__dict__["master"]) for guide in guides]
-        try:  # Pyro takes both from the guide itself
-            state = {**super().__getstate__(), "_last": ((), None)}
-            if self.noise is not None:  # a copy, as its own state is asked for after this
-                state["_modules"] = {**state["_modules"], "noise": copy.copy(self.noise)}
-            return state
-        finally:
-            for guide, model, master in kept:
-                guide._model, guide.master = model, master
+        """Leave out the model after the first call; :meth:`attach` restores it after loading."""
+        return {**super().__getstate__(), "_last": ((), None)}
 
     @property
     def model(self) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from pyro import poutine
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.util import get_rng_state, set_rng_state
@@ -32,6 +33,7 @@ __all__ = [
     "keep_freed_memory",
     "misspelt",
     "random_streams",
+    "refuse_outer_handlers",
     "refuse_outer_plates",
     "restore_random_streams",
     "same_streams",
@@ -270,6 +272,38 @@ def refuse_outer_plates(who: str) -> None:
             raise ValueError(
                 f"{who} is called inside plate '{handler.name}', which would make copies of all "
                 "that the model samples. Cure: call it outside of the plate"
+            )
+
+
+#: Handlers that change the sites of a model; others, such as ``trace`` and ``seed``, do not.
+CHANGING = (
+    poutine.handlers.ConditionMessenger,
+    poutine.handlers.DoMessenger,
+    poutine.handlers.EnumMessenger,
+    poutine.handlers.InferConfigMessenger,
+    poutine.handlers.LiftMessenger,
+    poutine.handlers.MaskMessenger,
+    poutine.handlers.ReparamMessenger,
+    poutine.handlers.ReplayMessenger,
+    poutine.handlers.ScaleMessenger,
+    poutine.handlers.SubstituteMessenger,
+    poutine.handlers.UnconditionMessenger,
+)
+
+
+def refuse_outer_handlers(who: str) -> None:
+    """Check that no handler around a call changes the model, of which it would see some runs only.
+
+    :param who: the function that is called, for the message.
+    :raises ValueError: naming handler and cure.
+    """
+    for handler in _PYRO_STACK:
+        if isinstance(handler, CHANGING):
+            words = re.findall("[A-Z][a-z]+", type(handler).__name__.removesuffix("Messenger"))
+            name = "poutine." + "_".join(words).lower()
+            raise ValueError(
+                f"{who} is called inside {name}, which would change only some runs of the model. "
+                f"Cure: wrap the model, as in {who}({name}(model, ...), ...)"
             )
 
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random as python_random
+import re
 import sys
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pyro
@@ -23,7 +25,9 @@ from pyro_implicit.density.model import (
     SubsampledError,
     compute_log_prob,
     refuse_subsampling,
+    total_log_prob,
 )
+from pyro_implicit.runtime.progress import watching
 from pyro_implicit.runtime.sites import is_discrete_latent, is_latent
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -168,6 +172,30 @@ def test_randomness_is_found_where_runs_agree_by_chance(draw):
     with pytest.warns(UserWarning, match="the model is random beyond its latents"):
         runs.map(prepared, values, log_probs)
     assert runs.mode is False
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def test_functions_that_vmap_cannot_run_are_named():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(Twice.apply(x), 1.0), obs=torch.tensor(1.0))
+
+    message = r"Cure: give \S+\.Twice a method setup_context.*num_quant_bins=1"
+    for watched, has_options in ((True, False), (False, True)):
+        with watching(False) if watched else nullcontext(), pytest.warns(UserWarning) as caught:
+            BatchedRuns("ImplicitELBO").map(*prepare(model), total_log_prob)
+        (found,) = [str(one.message) for one in caught]
+        assert re.search(message, found)
+        assert ("vectorize_particles" in found) == has_options
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -10,18 +10,20 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import nn
 
 from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, TrainingPolicy, fit, train
-from pyro_implicit.fitting.stages import still_falls
+from pyro_implicit.fitting.stages import Stages, still_falls
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
+from pyro_implicit.runtime.clock import TimeLimit
 
 #: For tests that do not depend on the values of bounds, which are expensive.
 FEW = FitPolicy(choice=ChoicePolicy(num_weighed=100))
@@ -94,6 +96,17 @@ def test_a_training_that_fails_leaves_the_gaussian(monkeypatch):
         result = quick(funnel)
     assert caught[0].filename == __file__
     assert result.chosen == "gaussian" and set(result.bounds) == {"gaussian"}
+
+
+def test_failed_trainings_need_no_warning_if_the_draws_are_corrected():
+    stages = Stages(funnel, (), {}, 4, lr=0.01, num_particles=8, limit=TimeLimit(None))
+    with stages.result.attempt("injective"):
+        raise RuntimeError("no injective")
+    stages.result.bounds = {"gaussian": -1.0}
+    with pytest.warns(UserWarning, match="initial Gaussian.*no injective"):
+        stages.warn_if_untrained()
+    stages.result.correction = 0.9
+    stages.warn_if_untrained()
 
 
 def two_modes():
@@ -341,6 +354,29 @@ def test_an_outer_plate_is_refused(what):
     message = f"{what.__name__} is called inside plate 'outer'.*Cure: .*outside of the plate"
     with pyro.plate("outer", 3), pytest.raises(ValueError, match=message):
         what(spiked, AutoNormal(spiked), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("scale", {"scale": 0.5}),
+        ("mask", {"mask": torch.tensor(True)}),
+        ("condition", {"data": {"x": torch.tensor(1.0)}}),
+        ("do", {"data": {"x": torch.tensor(1.0)}}),
+        ("reparam", {"config": {}}),
+        ("infer_config", {"config_fn": lambda site: {}}),
+    ],
+)
+def test_a_handler_around_fit_is_refused(name, options):
+    message = rf"inside poutine.{name}, .*Cure: wrap the model, as in fit\(poutine.{name}\(model"
+    with getattr(poutine, name)(**options), pytest.raises(ValueError, match=message):
+        losses_of(torch.tensor(1.0))
+
+
+def test_handlers_around_fit_that_do_not_change_the_model_are_allowed():
+    with poutine.trace(), poutine.block(), poutine.seed(rng_seed=0), pyro.validation_enabled(True):
+        result = fit(shifted, "auto", torch.tensor(1.0), seed=0, progress=False)
+    assert result.sample(1000, seed=0)["x"].mean().item() == pytest.approx(1.5, abs=0.1)
 
 
 def test_threads_take_turns():

@@ -37,6 +37,18 @@ def test_injective_generators_get_the_exact_density(generator):
     assert isinstance(found, InjectiveELBO) and found.coverage == 1.0 and found.num_particles == 6
 
 
+def test_draws_of_a_vague_prior_may_be_impossible():
+    """The model runs to see its plates, not its density."""
+
+    def vague():
+        rate = pyro.sample("level", dist.Normal(0.0, 1e4)).abs().exp()
+        with pyro.plate("rows", 3, subsample_size=2):
+            pyro.factor("data", (rate - rate).expand(2))
+
+    found = default_loss(AutoImplicit(vague, AutoregressiveGenerator, frame=None), 6)
+    assert isinstance(found, InjectiveELBO) and found.coverage == 0.0
+
+
 @pytest.mark.parametrize(
     "generator",
     [

@@ -8,6 +8,7 @@ import io
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -42,6 +43,7 @@ from pyro_implicit import (
     AutoregressiveGenerator,
     AutoSemiImplicit,
 )
+from pyro_implicit.fitting import default_loss
 from pyro_implicit.guides import AutoMixture, auto_implicit
 from pyro_implicit.guides.affine_frame import find_frame
 
@@ -447,6 +449,37 @@ def test_copies_draw_as_the_original(make):
         pyro.clear_param_store()
     assert all(torch.equal(value, values[0]) for value in values)
     assert all(torch.equal(median, medians[0]) for median in medians)
+
+
+def normal_rows(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        x = pyro.sample("x", dist.Normal(mean, 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(AutoImplicit, frame="mode"),
+        partial(AutoImplicit, generator=AutoregressiveGenerator, frame=None),
+        mixture,
+        partial(AutoAmortized, rest=AutoNormal),
+    ],
+    ids=["searches", "injective", "mixture", "amortised"],
+)
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_guide_and_its_copies_train_before_and_after_the_first_call(make, is_called):
+    y, losses = torch.zeros(2), []
+    guide = make(normal_rows)
+    if is_called:
+        guide(y)
+    for each in (guide, copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        losses.append(SVI(normal_rows, each, Adam({}), default_loss(each, 2, y)).step(y))
+    assert guide.model is not None
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 @guides

@@ -769,6 +769,28 @@ def test_a_guide_of_flat_hyperparameters_is_taught():
         torch.testing.assert_close(found[name].std(0), expected.std(0), rtol=0.2, atol=0.0)
 
 
+def test_a_guide_is_taught_if_the_median_of_the_prior_is_impossible():
+    """The logarithm is NaN at the median."""
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x + (level - 0.5).log(), SIGMA), obs=Y)
+
+    def draws(number):
+        free = torch.randn(number, 6)
+        return {"scale": free[:, 0].exp(), "level": 2 + 0.1 * free[:, 1], "x": free[:, 2:]}
+
+    pyro.set_rng_seed(0)
+    guide = AutoConditional(model, conditional_reparams(model, draws(100)))
+    taught = guide.take_moments(draws(500))
+    assert taught.after > taught.before
+    level = guide.sample_posterior(2000)["level"]
+    assert level.mean().item() == pytest.approx(2.0, abs=0.03)
+
+
 @pytest.mark.parametrize("elbo", [Trace_ELBO(2), ImplicitELBO(8)])
 def test_the_guide_learns_as_any_of_pyros(elbo):
     model = groups()
