@@ -65,8 +65,8 @@ def find_modes(
     without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
     modes if the log-density between them dips by more than 1 nat. If the log-density dips between
     the best Gaussian and every mode, this Gaussian belongs to the mode at the end of its path. The
-    search continues from new initial points as long as any mode was found only once, or most paths
-    ended far below, because further modes are then likely to be missing.
+    search continues from new initial points as long as any of several modes was found only once, or
+    few paths have ended at modes, because further modes are then likely to be missing.
 
     **Example:**
 
@@ -80,7 +80,8 @@ def find_modes(
     tensor([3., 3.])
 
     :param target: the log-density of the model.
-    :param num_starts: paths in each round; the first path begins at ``target.init_loc``.
+    :param num_starts: paths in each round from draws of the prior, the first one from
+        ``target.init_loc``. As many begin near the origin if the prior is vague.
     :param max_rounds: the maximal number of rounds.
     :param max_iterations: the maximal length of a path.
     :param num_particles: draws for each ELBO along the paths.
@@ -121,7 +122,7 @@ def find_modes(
             if climbed is None and found is None:
                 raise ValueError(
                     "the model's log-density and its gradient are finite at none of "
-                    f"{num_starts} draws of its prior: {blame(target, starts)}"
+                    f"{len(starts)} initial points: {blame(target, starts)}"
                 ) from target.error
             if climbed is None:
                 break
@@ -222,7 +223,7 @@ def near_origin(
 
 
 def _is_vague(target: Target, drawn: Tensor) -> bool:
-    """Tell whether draws of some latent variable are hundreds apart, or logarithms of extremes."""
+    """Tell whether draws of some latent variable are far apart, or logarithms of extremes."""
     middle = drawn.median(0).values
     spread = (drawn - middle).abs().median(0).values
     supports = {name: innermost_support(site["fn"].support) for name, site in target.sites.items()}

@@ -90,7 +90,7 @@ ONE = Y.new_ones(())
 )
 def test_data_without_a_density_are_refused_by_site(y, unit, message):
     """Squares of 1e300 and of 1e-300 are infinite and 0."""
-    message = message or "finite at none of 50 draws of its prior: .*site 'y' at .*Cure: "
+    message = message or "finite at none of 50 initial points: .*site 'y' at .*Cure: "
     with pytest.raises(ValueError, match=message):
         fit(mean, "auto", y, unit, **QUIET)
 

@@ -84,6 +84,10 @@ def blame(target: Target, points: Tensor) -> str:
     cure = "give the sites priors in whose range the data are possible"
     if all("TypeError" in clause for clause in clauses):  # no draw is to blame
         cure = describe_arrays(target.args, target.kwargs)[1]
+    elif all("RuntimeError: " in clause for clause in clauses) and all(
+        found == Counter({reason: len(points)}) for found in reasons.values() for reason in found
+    ):
+        cure = "correct the model: no values of its latent variables avoid this error"
     return f"{'; '.join(clauses)}. Cure: {cure}"
 
 

@@ -205,7 +205,7 @@ def test_sites_to_blame(fn, y, message):
         pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.sample("y", fn, obs=torch.tensor(y))
 
-    with pytest.raises(ValueError, match="finite at none of 50 draws of its prior: " + message):
+    with pytest.raises(ValueError, match="finite at none of 50 initial points: " + message):
         find_modes(Target(model))
 
 
@@ -233,7 +233,7 @@ def test_a_model_that_raises_everywhere():
     density = Target(picky, torch.tensor(-1e3))
     density._runs.model.args = density.args = (torch.tensor(1e3),)
     with pytest.raises(
-        ValueError, match="at none of 50 draws .*model.* raises .*LinAlgError: linalg.chol"
+        ValueError, match="at none of 50 initial points.*model.* raises .*LinAlgError: linalg.chol"
     ):
         find_modes(density)
 
@@ -274,7 +274,7 @@ def test_a_gradient_that_is_nan_is_said_by_latent():
 
     assert Target(model).log_prob(torch.zeros(1, 2)).isfinite()
     message = "its gradient by 'slope' is not finite. Cure: torch.where computes"
-    with pytest.raises(ValueError, match="finite at none of 50 draws .*" + message):
+    with pytest.raises(ValueError, match="finite at none of 50 initial points.*" + message):
         find_modes(Target(model))
 
 
@@ -323,6 +323,19 @@ def test_a_type_error_is_no_fault_of_the_draws():
     density._runs.model.args = density.args = (None, Y)
     message = "it raises TypeError: .*Cure: arguments of the types that the model takes$"
     assert re.search(message, blame(density, torch.zeros(2, 1)))
+
+
+def test_an_error_at_all_values_is_no_fault_of_the_draws():
+    x = torch.ones(3, 2)
+
+    def model(x):
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ slope, 1.0).to_event(1), obs=torch.ones(3))
+
+    density = Target(model, x)
+    density._runs.model.args = density.args = (x.double(),)
+    message = "at 3 of 3: it raises RuntimeError: .*Cure: correct the model: no values of"
+    assert re.search(message, blame(density, torch.zeros(3, 2)))
 
 
 def test_finite_points_are_not_blamed_on_the_gradient():
