@@ -445,7 +445,6 @@ def test_single_precision(name):
     torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Singular sample")  # said by torch of each sound one
 @pytest.mark.parametrize(
     ("fn", "cure"),
     [
