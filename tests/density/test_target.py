@@ -478,6 +478,16 @@ def test_latent_with_a_point_mass_is_named():
     Target(poutine.condition(model, {"a": torch.ones(2)}))
 
 
+def test_latent_with_an_empirical_prior_is_named():
+    def model():
+        a = pyro.sample("a", dist.Empirical(torch.randn(9), torch.zeros(9)))
+        pyro.sample("x", dist.Normal(a, 1.0), obs=torch.tensor(1.0))
+
+    for call in (lambda: Target(model), AutoSemiImplicit(model, frame=None)):
+        with pytest.raises(ValueError, match=r"'a' has the prior Empirical.*Cure: which = pyro"):
+            call()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_second_derivatives_that_torch_loses_are_found(dtype):
     """Of ``dose ** h`` at a dose of 0, that by h is NaN."""
