@@ -70,6 +70,8 @@ def test_fit_has_the_conjugate_posterior() -> None:
     assert result.diagnose(seed=0).verdict == "trust"
     assert ((draws.mean(0) - posterior.mean).abs() < 0.08 * sd).all()
     assert torch.allclose(draws.std(0), sd, rtol=0.08)
+    prior = result.to_datatree(10, prior=5, seed=0)["prior"]["precision"]
+    assert prior.shape == (1, 5, 2, 2)
 
 
 def test_nuts_of_pyro_has_the_density_of_the_conjugate_posterior() -> None:
