@@ -224,14 +224,15 @@ def predictive_check(
     :param group: which of both.
     :param target: the posterior.
     :param draws: draws by site, ``(num_chains, num_draws, *site_shape)``; as many data sets are
-        drawn.
+        drawn. In a prior check, only their shapes matter.
     :param statistics: test statistics by name; see :meth:`Fit.check_posterior_predictive
         <pyro_implicit.fitting.Fit.check_posterior_predictive>`.
-    :raises ValueError: for draws that are all one point, a model without observed sites, a flat
-        prior in a prior check, constant continuous data, a statistic that is no number, or
+    :raises ValueError: for posterior draws that are all one point, a model without observed sites,
+        a flat prior in a prior check, constant continuous data, a statistic that is no number, or
         replicated data that are not finite.
     """
-    refuse_point(draws)
+    if group == "posterior":
+        refuse_point(draws)
     flat = {name: value.flatten(0, 1) for name, value in draws.items()}
     found = observed_sites(target, flat)
     source = (target.model, target.args, target.kwargs)

@@ -268,8 +268,8 @@ class BatchedRuns:
             self._named.add(type(error))
             warn_user(
                 f"the model raised {first_line(error)} at some values of its latent variables, "
-                "which count as impossible. Cure: if they are not, correct the model; if they are, "
-                "raise a ValueError, or add a pyro.factor of -inf"
+                "which count as impossible. Cure: correct the model if these values are possible; "
+                "otherwise raise a ValueError there, or add a pyro.factor of -inf"
             )
 
     def _join(self, parts: list[Part], otherwise: Any) -> Any:

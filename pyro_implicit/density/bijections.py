@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bijections in place of those of torch: angles within one turn, and small shares of a simplex.
-For positive definite matrices torch has none."""
+"""Bijections from real vectors: angles within one turn, small shares of a simplex, and positive
+definite matrices."""
 
 from __future__ import annotations
 
@@ -346,14 +346,14 @@ def _offset(x: Tensor) -> Tensor:
 
 
 class LogCholesky(Transform):
-    r"""Bijection from vectors to positive definite matrices, for which torch has none.
+    r"""Bijection from vectors to positive definite matrices, by the logarithms of Cholesky factors.
 
     .. math::
         X = L L^T, \qquad L_{ii} = e^{u_{ii}}, \qquad L_{ij} = u_{ij} \text{ for } i > j, \qquad
         \log |\det J| = d \log 2 + \sum_{i=1}^d (d - i + 2)\, u_{ii}.
 
     ``biject_to`` returns it for the support of ``Wishart``, so that Pyro's guides and NUTS have
-    coordinates of such latent variables, too.
+    coordinates of such latent variables, too. The inverse of a matrix without a factor is NaN.
 
     **Example:**
 
@@ -370,13 +370,20 @@ class LogCholesky(Transform):
     codomain = constraints.positive_definite
     bijective = True
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LogCholesky)
+
     def forward_shape(self, shape: Any) -> torch.Size:
         """Return the shape of matrices, ``(*batch, d, d)``."""
         dim = (math.isqrt(8 * shape[-1] + 1) - 1) // 2
+        if dim * (dim + 1) // 2 != shape[-1]:
+            raise ValueError(f"{shape[-1]} is not the number of elements of a triangular matrix")
         return torch.Size((*shape[:-1], dim, dim))
 
     def inverse_shape(self, shape: Any) -> torch.Size:
         """Return the shape of vectors, ``(*batch, d (d + 1) / 2)``."""
+        if len(shape) < 2 or shape[-2] != shape[-1]:
+            raise ValueError(f"the shape {tuple(shape)} is not that of square matrices")
         return torch.Size((*shape[:-2], shape[-1] * (shape[-1] + 1) // 2))
 
     def _call(self, x: Tensor) -> Tensor:
@@ -385,7 +392,8 @@ class LogCholesky(Transform):
         return factor @ factor.mT
 
     def _inverse(self, y: Tensor) -> Tensor:
-        factor = torch.linalg.cholesky(y)
+        factor, info = torch.linalg.cholesky_ex(y)
+        factor = torch.where(info[..., None, None] == 0, factor, math.nan)
         factor = factor.tril(-1) + factor.diagonal(dim1=-2, dim2=-1).log().diag_embed()
         return tril_matrix_to_vec(factor)
 

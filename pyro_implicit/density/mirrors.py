@@ -75,9 +75,11 @@ class Images(NamedTuple):
         return self.weights.khat < RELIABLE_KHAT or self.weights.efficiency > EVEN_EFFICIENCY
 
     def __str__(self) -> str:
-        largest = sorted(zip(self.shares, self.mirrors, strict=True), key=lambda one: -one[0])[:3]
-        parts = [f"{share:.0%} at the reflection of {mirror.name}" for share, mirror in largest]
-        if more := len(self.mirrors) - len(parts):
+        found = sorted(zip(self.shares, self.mirrors, strict=True), key=lambda one: -one[0])
+        shares = [(f"{share:.0%}", mirror.name) for share, mirror in found]
+        shares = [one for one in shares if one[0] != "0%"] or shares[:1]
+        parts = [f"{share} at the reflection of {name}" for share, name in shares[:3]]
+        if more := len(shares) - len(parts):
             parts.append(f"{more} more")
         return f"mirror images hold mass: {', '.join(parts)} ({self.weights})"
 

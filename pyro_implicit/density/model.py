@@ -38,6 +38,7 @@ from pyro_implicit.runtime.sites import (
     innermost_support,
     is_discrete_latent,
     is_latent,
+    quiet_prior,
 )
 from pyro_implicit.runtime.trees import map_tree
 
@@ -171,7 +172,7 @@ def converted(tree: Any, dtype: torch.dtype) -> Any:
 
 def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Trace one run of the model, hidden from outer handlers."""
-    with torch.no_grad(), poutine.block():
+    with torch.no_grad(), poutine.block(), quiet_prior():
         return restore_priors(poutine.trace(model).get_trace(*args, **kwargs))
 
 

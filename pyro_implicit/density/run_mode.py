@@ -265,7 +265,16 @@ def _solve(func: Callable, matrix: Tensor, right: Tensor, **kwargs: Any) -> Tens
 
 def _spectral(func: Callable, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Decompositions that raise an error if an element is not finite."""
-    good = matrix.isfinite().all(-1).all(-1)
+    return _where_good(matrix.isfinite().all(-1).all(-1), func, matrix, *args, **kwargs)
+
+
+def _log_det(func: Callable, matrix: Tensor) -> Any:
+    """Log-determinants, whose second derivative raises an error if the transpose is singular."""
+    both = torch.stack([matrix, matrix.mT]).detach()
+    return _where_good((torch.linalg.lu_factor_ex(both).info == 0).all(0), func, matrix)
+
+
+def _where_good(good: Tensor, func: Callable, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
     if _holds(good):
         return func(matrix, *args, **kwargs)
     eye = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
@@ -410,6 +419,10 @@ _EVERYWHERE: dict[Any, Callable] = {
     **dict.fromkeys((torch.linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),
     torch.linalg.solve: _solve,
+    **dict.fromkeys(
+        (*(torch.linalg.slogdet, torch.slogdet, Tensor.slogdet), torch.logdet, Tensor.logdet),
+        _log_det,
+    ),
     **dict.fromkeys(
         (
             *(torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig, torch.linalg.eigvals),

@@ -636,7 +636,7 @@ class Target:
     def sample_prior(self, num_samples: int) -> Tensor:
         """Draw from the prior; flat priors uniformly on [-2, 2] in unconstrained space.
 
-        Draws at which the model raises an error are left out.
+        Draws at which the model raises an error, or without coordinates, are left out.
 
         :returns: ``(num_samples, latent_dim)``, or fewer rows.
         :raises ValueError: for a latent variable that only some runs of the model have.
@@ -653,7 +653,8 @@ class Target:
                 name: trace.nodes[name]["value"].detach().unsqueeze(0) for name in self.shapes
             }
             draws.append(self.unconstrain(values))
-        return torch.cat(draws)
+        found = torch.cat(draws)
+        return found[~found.isnan().any(-1)]
 
     def trace_at(self, latent: Tensor) -> Trace:
         """Return the trace of one plain run of the model at a vector, without Pyro's checks.

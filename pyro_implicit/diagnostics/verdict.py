@@ -26,7 +26,7 @@ from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY
-from pyro_implicit.runtime.messages import Printed, Table
+from pyro_implicit.runtime.messages import Printed, Table, counted
 
 __all__ = [
     "SMALL_ENOUGH",
@@ -161,7 +161,7 @@ class Diagnosis(Printed):
         number = str(self.num_samples)
         if self.num_stored:
             number += f" of {self.num_stored} stored"
-        head = f"Diagnosis of {number} draws in {self.latent_dim} dimensions"
+        head = f"Diagnosis of {number} draws in {counted(self.latent_dim, 'dimension')}"
         if self.num_stored:
             head += ", thinned because they depend on each other"
         if self.judged:

@@ -55,8 +55,9 @@ class Draw(NamedTuple):
 class Implicit(TorchDistribution):
     r"""The distribution of :math:`\theta = g(z)`, a generator fed with noise.
 
-    :meth:`draw` returns the value and its noise; :meth:`log_prob` raises an error. The ELBOs of
-    :mod:`pyro_implicit.infer` train the distribution at any ``pyro.sample`` statement of a guide.
+    :meth:`draw` returns the value and its noise. Only injective generators with as many values as
+    noise have a density (:meth:`log_prob`). The ELBOs of :mod:`pyro_implicit.infer` train the
+    distribution at any ``pyro.sample`` statement of a guide.
     It composes with ``to_event`` and, for constrained supports, with
     :class:`~pyro.distributions.TransformedDistribution`.
 
@@ -82,6 +83,7 @@ class Implicit(TorchDistribution):
     has_rsample = True
     #: Names of the ELBOs that can train this kind of distribution; each ELBO adds its name.
     trained_by: ClassVar[list[str]] = []
+    _last: Draw | None = None
 
     def __init__(
         self,
@@ -205,16 +207,35 @@ class Implicit(TorchDistribution):
 
         :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
         """
-        return self.draw(sample_shape).value
+        self._last = self.draw(sample_shape)
+        return self._last.value
 
     def _around(self, value: Tensor) -> Tensor:
         return value
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Raise an error, because the density is intractable.
+        r"""Return the log-density of an injective generator.
 
-        :raises IntractableDensityError: always, naming the ELBOs that can train the distribution.
+        It is :math:`\log p(z) - \log |\det J_g(z)|`, with p the density of the noise.
+        The value of the last :meth:`rsample` has the noise of that draw, a constant for gradients.
+        For all other values, such as detached ones, the generator's ``inverse`` gives the noise.
+
+        :param value: ``(*sample_shape, *batch_shape, *event_shape)``.
+        :returns: ``(*sample_shape, *batch_shape)``.
+        :raises IntractableDensityError: if the generator is not injective or has another number of
+            values than noise, naming the ELBOs that can train the distribution.
+        :raises NotImplementedError: at another value than the last, without an ``inverse``.
         """
+        is_square = self.noise_distribution.event_shape == self.event_shape
+        generator = as_generator(self.generator)
+        if type(self) is Implicit and is_square and generator.injective:
+            # A constant value has another gradient than a draw of constant noise.
+            may_be_last = value.requires_grad or not torch.is_grad_enabled()
+            if may_be_last and self._last is not None and value is self._last.value:
+                noise = self._last.noise
+            else:
+                noise = generator.inverse(value, self.context)
+            return self.noise_distribution.log_prob(noise) - self.linearise(noise).log_abs_det()
         raise IntractableDensityError(
             f"the density of {type(self).__name__} is intractable, and log_prob, Trace_ELBO, "
             "render_model and importance sampling need it. Cure: to train, "

@@ -400,8 +400,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     with single_thread(target is not None and (is_divided or target.is_small)):
         result = _fit_target(stages, target, refine)
         if not (target is None or target.is_wide or isinstance(stages.model, NetworkModel)):
-            with suppress(Exception, KeyboardInterrupt):  # the result stands without it
-                result.known = _known_points(result, target, stages.policy.change)
+            with suppress(Exception):  # the result stands without it
+                try:
+                    result.known = _known_points(result, target, stages.policy.change)
+                except KeyboardInterrupt:
+                    result.interrupted = True
         return result
 
 

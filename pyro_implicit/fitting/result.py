@@ -128,8 +128,8 @@ class Fit(Printed):
     :param unweighted: the draws of an update before the weights of the earlier density over this
         prior; ``diagnose`` checks them, as the target has this prior.
     :param known: some vectors and the log-density there, by which ``target`` notices that the
-        model's data have changed; None for minibatches, networks and given guides, and in float64
-        after rounding.
+        model's data have changed; None for minibatches, networks, given guides, and models that
+        run in float64 because of rounding errors.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
@@ -194,29 +194,35 @@ class Fit(Printed):
     def target(self) -> Target:
         """The posterior as a function of the unconstrained latent variables.
 
+        Each access evaluates the model at the vectors of ``known``.
+
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         :raises ValueError: if the log-density has changed since the fit, as with other data.
         """
         target = self._target
-        if self.known is not None:
-            points, before = self.known
-            with self.own_parameters():
-                now = target.log_prob(points.to(target.init_loc)).to(before)
-            policy = self.policy.change
-            change = (now - before).abs() - policy.relative * before.abs()
-            if not (change <= policy.absolute).all():
-                worst = int(change.argmax())
-                raise ValueError(
-                    f"the model's log-density at a draw was {before[worst]:.6g} in fit, and is "
-                    f"{now[worst]:.6g} now: its data, its mode (.train()) or variables that it "
-                    "reads have changed. Cure: restore them, or fit again; new tensors for the "
-                    "next data of result.update(...)"
-                )
+        self._refuse_changed_data()
         return target
 
     @target.setter
     def target(self, target: Target) -> None:
         self._target = target
+
+    def _refuse_changed_data(self) -> None:
+        if self.known is None:
+            return
+        points, before = self.known
+        with self.own_parameters():
+            now = self._target.log_prob(points.to(self._target.init_loc)).to(before)
+        policy = self.policy.change
+        change = (now - before).abs() - policy.relative * before.abs()
+        if not (change <= policy.absolute).all():
+            worst = int(change.argmax())
+            raise ValueError(
+                f"the model's log-density at a draw was {before[worst]:.6g} in fit, and is "
+                f"{now[worst]:.6g} now: its data, its mode (.train()) or variables that it reads "
+                "have changed. Cure: restore them, or fit again; give result.update(...) its data "
+                "as new tensors"
+            )
 
     @cached_property
     def _target(self) -> Target:
@@ -359,13 +365,14 @@ class Fit(Printed):
             :meth:`Refined.refine_more <pyro_implicit.mcmc.Refined.refine_more>`.
         :param progress: whether to show a bar.
         :returns: a new result; this one does not change.
-        :raises ValueError: without chains of all data.
+        :raises ValueError: without chains of all data, and for changed data.
         """
         if self.unweighted is not None:
             raise ValueError(
                 "weights of the earlier density have replaced the chains of this update. Cure: one "
                 "fit to the earlier and the new data, with refine=True"
             )
+        self._refuse_changed_data()
         if self.marginal is not None:
             return self._refine_marginal(max_seconds, max_gradients, progress)
         chains = getattr(self.refined, "chains", None)
@@ -652,9 +659,12 @@ class Fit(Printed):
 
         :param statistics: as for :meth:`check_posterior_predictive`, like the other arguments and
             the errors.
-        :raises ValueError: also for a flat prior, which has no draws.
+        :raises ValueError: also for a flat prior, which has no draws; but not for changed data, or
+            without draws of the posterior.
         """
-        return self._check("prior", statistics, num_samples)
+        refuse_counts(DECISIONS.num_groups, num_samples=num_samples)
+        start = self._target.init_loc.expand(1, num_samples, -1)
+        return predictive_check("prior", self._target, self._target.constrain(start), statistics)
 
     @in_turn
     @with_seed
@@ -707,16 +717,9 @@ class Fit(Printed):
            applications in goodness-of-fit evaluation and multiple sample comparison*.
         3. Kleiber and Zeileis (2016), *Visualizing count data regressions using rootograms*.
         """
-        return self._check("posterior", statistics, num_samples)
-
-    def _check(
-        self,
-        group: Literal["prior", "posterior"],
-        statistics: Mapping[str, Callable[[Tensor], Tensor]] | None,
-        num_samples: int,
-    ) -> PredictiveCheck:
         refuse_counts(DECISIONS.num_groups, num_samples=num_samples)
-        return predictive_check(group, self.target, self.draws_by_chain(num_samples), statistics)
+        draws = self.draws_by_chain(num_samples)
+        return predictive_check("posterior", self.target, draws, statistics)
 
     @in_turn
     @with_seed
@@ -842,6 +845,8 @@ class Fit(Printed):
             number = num_samples or EFFORT.num_samples
             draws = self.sample(number, *self.source[1], model_kwargs=self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
+        if log_likelihood or posterior_predictive or prior is not None:
+            self._refuse_changed_data()
         source = (self.model, *self.source[1:])
         groups = model_groups(posterior, source, log_likelihood, posterior_predictive, prior)
         return as_datatree(groups, coords, dims)

@@ -57,7 +57,7 @@ from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, condit
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.messages import counted, first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, Stage, watching
 from pyro_implicit.runtime.sites import unplated_as_events
@@ -619,7 +619,7 @@ def _skipped(losses: list[float]) -> int:
 
 def _steps(losses: list[float]) -> str:
     skipped = _skipped(losses)
-    return f"{len(losses)} steps" + (f" ({skipped} skipped)" if skipped else "")
+    return counted(len(losses), "step") + (f" ({skipped} skipped)" if skipped else "")
 
 
 def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) -> Candidate:

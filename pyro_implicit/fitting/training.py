@@ -44,7 +44,7 @@ from pyro_implicit.runtime.global_state import (
     restore_random_streams,
     with_seed,
 )
-from pyro_implicit.runtime.messages import refuse_nonpositive
+from pyro_implicit.runtime.messages import counted, refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.processes import (
     any_process,
@@ -263,7 +263,7 @@ def train(
             raise TrainingInterrupted(state.losses) from interrupt
         finally:
             optimiser.zero_grad()  # a later SVI would add to them
-            line.outcome = f"{len(state.losses)} steps"
+            line.outcome = counted(len(state.losses), "step")
         return state.losses
 
 

@@ -179,9 +179,9 @@ class StoredDraw(dist.Delta):
     def log_prob(self, x: Tensor) -> Tensor:
         raise IntractableDensityError(
             "stored draws have no density, hence no importance weights and no ELBO. Cure: the "
-            "guide that they came from, such as result.guide of a result of fit; to predict by a "
-            "class of Pyro that computes their density only to validate it, such as Forecaster, "
-            "pyro.validation_enabled(False)"
+            "guide that they came from, if it has a density: result.guide of a result of fit, "
+            "unless it is an AutoSemiImplicit; to predict by a class of Pyro that computes their "
+            "density only to validate it, such as Forecaster, pyro.validation_enabled(False)"
         )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "LIBRARIES",
     "Printed",
     "Table",
+    "counted",
     "first_line",
     "refuse_counts",
     "refuse_no_probability",
@@ -204,6 +205,17 @@ def warn_user(message: str | Warning, category: type[Warning] = UserWarning) -> 
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    **Example:**
+
+    >>> counted(1, "step"), counted(20, "step")
+    ('1 step', '20 steps')
+    """
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def first_line(error: BaseException) -> str:

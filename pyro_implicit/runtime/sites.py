@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -46,6 +47,7 @@ __all__ = [
     "names_in_plates_of",
     "owned_by",
     "put_into_store",
+    "quiet_prior",
     "site_parts",
     "survives",
     "unconstrained",
@@ -430,6 +432,14 @@ def is_close(again: Tensor, value: Tensor) -> bool:
     return torch.allclose(again, value, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
+@contextlib.contextmanager
+def quiet_prior() -> Iterator[None]:
+    """Draw from a prior without torch's warning of a sound draw of a Wishart distribution."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Singular sample detected")
+        yield
+
+
 class FlatPriorStart:
     """A per-site initialisation that also covers flat priors, which have no draws.
 
@@ -454,7 +464,8 @@ class FlatPriorStart:
     def __call__(self, site: Site) -> Tensor:
         site = self._in_its_plates(site)
         try:
-            return self.init_loc_fn(site)
+            with quiet_prior():
+                return self.init_loc_fn(site)
         except NotImplementedError:
             if not is_flat(site["fn"]):
                 raise

@@ -18,10 +18,7 @@ from torch.distributions import Distribution
 from pyro_implicit.density import Target
 from pyro_implicit.density.batched_runs import BatchedRuns
 
-pytestmark = [
-    pytest.mark.usefixtures("double"),
-    pytest.mark.filterwarnings("ignore:Singular sample"),  # said by torch of each Wishart matrix
-]
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Case(NamedTuple):

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density import Target
-from pyro_implicit.density.mirrors import find_mirrors, with_images
+from pyro_implicit.density.mirrors import Images, Mirror, find_mirrors, with_images
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.mcmc.refined import _add_images
+from pyro_implicit.ops import LogWeights
 
 
 def squared(y: Tensor) -> None:
@@ -219,6 +220,12 @@ def test_chains_that_never_moved_keep_their_draws():
     found, images = _add_images(Target(squared, Y), latents, is_stuck, None)
     assert images.is_reliable and (found[3] == 2.5).all()
     assert (found < 0).double().mean().item() == pytest.approx(SHARE, abs=0.07)
+
+
+def test_images_without_mass_are_not_printed():
+    mirrors = [Mirror(torch.ones(1), name) for name in "abc"]
+    found = Images(mirrors, [0.001, 0.6, 0.0], LogWeights(torch.zeros(9)), 0.0, 1.0)
+    assert str(found).startswith("mirror images hold mass: 60% at the reflection of b (")
 
 
 def test_a_fit_of_many_latents_has_both_modes():

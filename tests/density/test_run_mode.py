@@ -114,6 +114,18 @@ def test_a_gradient_in_what_good_and_bad_matrices_share():
         torch.linalg.cholesky(-torch.eye(2))
 
 
+@pytest.mark.parametrize("function", [torch.logdet, lambda x: torch.linalg.slogdet(x).logabsdet])
+def test_derivatives_next_to_a_singular_matrix(function):
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        pyro.factor("f", function(x * torch.eye(2)))
+
+    log_prob, score, hessian = Target(model).derivatives(torch.tensor([[1.0, 2.0], [1.0, 0.0]]))
+    assert log_prob.isfinite().tolist() == [True, False]
+    torch.testing.assert_close(score, torch.tensor([[0.0, -1.5], [0.0, 0.0]]))
+    torch.testing.assert_close(hessian[0], torch.tensor([[-2.0, 0.0], [0.0, -1.25]]))
+
+
 def test_a_scale_that_underflows():
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))

@@ -445,7 +445,6 @@ def test_single_precision(name):
     torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Singular sample")  # said by torch of each sound one
 @pytest.mark.parametrize(
     ("fn", "cure"),
     [
@@ -477,6 +476,16 @@ def test_latent_with_a_point_mass_is_named():
         with pytest.raises(ValueError, match=r"'a' has the prior Delta.*pyro.deterministic\('a'"):
             call()
     Target(poutine.condition(model, {"a": torch.ones(2)}))
+
+
+def test_latent_with_an_empirical_prior_is_named():
+    def model():
+        a = pyro.sample("a", dist.Empirical(torch.randn(9), torch.zeros(9)))
+        pyro.sample("x", dist.Normal(a, 1.0), obs=torch.tensor(1.0))
+
+    for call in (lambda: Target(model), AutoSemiImplicit(model, frame=None)):
+        with pytest.raises(ValueError, match=r"'a' has the prior Empirical.*Cure: which = pyro"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

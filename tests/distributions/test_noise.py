@@ -10,11 +10,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import SVI, RenyiELBO, ReweightedWakeSleep, Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, Implicit, SemiImplicit
 from pyro_implicit.distributions import IntractableDensityError
+from pyro_implicit.generators.base import Differentiable
 
 KINDS = ["implicit", "semi_implicit"]
 
@@ -125,6 +126,83 @@ def test_log_prob_names_the_cure(kind, monkeypatch):
     monkeypatch.setattr(type(q), "trained_by", [])
     with pytest.raises(NotImplementedError, match=r"to train, the ELBOs of pyro_implicit\.infer"):
         q.expand((4,)).log_prob(torch.zeros(4, 2))
+
+
+class Affine(Differentiable):
+    """A generator whose distribution is normal."""
+
+    injective = True
+
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        self.loc, self.scale = loc, scale
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        return self.loc + self.scale * noise
+
+    def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+        return (value - self.loc) / self.scale
+
+
+def affine_and_normal() -> tuple[Tensor, Tensor, Implicit, dist.TorchDistribution]:
+    loc = torch.tensor([0.3, -0.2], requires_grad=True)
+    scale = torch.tensor([0.7, 1.4], requires_grad=True)
+    noise = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+    return loc, scale, Implicit(Affine(loc, scale), noise), dist.Normal(loc, scale).to_event(1)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    "elbo",
+    [
+        Trace_ELBO(3),
+        Trace_ELBO(3, max_plate_nesting=0, vectorize_particles=True),
+        TraceMeanField_ELBO(3),
+        RenyiELBO(num_particles=3),
+        ReweightedWakeSleep(3, max_plate_nesting=0, vectorize_particles=False),
+    ],
+    ids=lambda elbo: type(elbo).__name__,
+)
+def test_pyros_elbos_have_the_gradient_of_the_closed_form(elbo):
+    loc, scale, implicit, _ = affine_and_normal()
+    affine = dist.transforms.AffineTransform(loc, scale, event_dim=1)
+    # For a Normal, TraceMeanField_ELBO takes the expectation instead of the draws.
+    normal = dist.TransformedDistribution(implicit.noise_distribution, [affine])
+
+    def model(q):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(-1), 0.5), obs=torch.tensor(1.0))
+
+    def guide(q):
+        # Without a parameter, Pyro computes no gradient.
+        pyro.param("loc", loc), pyro.param("scale", scale)
+        pyro.sample("x", q)
+
+    found = []
+    for q in (implicit, normal):
+        pyro.set_rng_seed(0)
+        loc.grad = scale.grad = None
+        loss = elbo.loss_and_grads(model, guide, q)
+        found.append((torch.as_tensor(loss), loc.grad, scale.grad))
+    assert (found[0][1] != 0).all()
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.usefixtures("double")
+def test_the_density_of_an_injective_generator():
+    loc, scale, implicit, normal = affine_and_normal()
+    values = {"drawn": implicit.rsample((5,)), "given": torch.randn(5, 2)}
+    with torch.no_grad():
+        values["constant"] = implicit.sample((5,))
+    for name, value in values.items():
+        log_q = implicit.log_prob(value)
+        torch.testing.assert_close(log_q, normal.log_prob(value))
+        if name != "drawn":
+            pairs = (log_q, normal.log_prob(value))
+            found = [torch.autograd.grad(one.sum(), (loc, scale)) for one in pairs]
+            torch.testing.assert_close(*found)
+    expanded = implicit.expand((4,))
+    value = expanded.rsample()
+    torch.testing.assert_close(expanded.log_prob(value), normal.log_prob(value))
 
 
 def test_elbos_name_themselves():

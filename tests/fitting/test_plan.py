@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pyro
@@ -18,7 +19,15 @@ from pyro_implicit import fit
 from pyro_implicit.density import Modes, Target, find_modes
 from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
 from pyro_implicit.diagnostics.checkup import plan_effort
-from pyro_implicit.fitting import BudgetPolicy, ChoicePolicy, FitPolicy, Schedule, candidates, train
+from pyro_implicit.fitting import (
+    BudgetPolicy,
+    ChoicePolicy,
+    FitPolicy,
+    Schedule,
+    auto,
+    candidates,
+    train,
+)
 from pyro_implicit.fitting.candidates import mixture_weights
 from pyro_implicit.fitting.marginal_fit import _within_budget
 from pyro_implicit.fitting.refinement import (
@@ -214,6 +223,16 @@ def test_interrupted_in_training_keeps_the_best():
     result = fit(model, "auto", refine=False, **options, **QUIET)
     assert result.interrupted and result.chosen in result.bounds
     assert result.sample(5)["x"].shape == (5, 2)
+
+
+def test_interrupted_at_its_end_it_says_so(monkeypatch):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(auto, "_known_points", stop)
+    model = partial(pyro.sample, "x", dist.Normal(0.0, 1.0))
+    result = fit(model, "auto", refine=False, **QUIET)
+    assert result.interrupted and result.known is None and "interrupted by Ctrl-C" in str(result)
 
 
 def test_interrupted_before_there_is_anything():

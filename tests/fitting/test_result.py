@@ -256,6 +256,34 @@ def test_changed_data_are_noticed(tmp_path):
         Predictive(line, guide=loaded.posterior, num_samples=10)(y)
 
 
+def test_changed_data_are_noticed_by_chains_and_exports_but_not_by_the_prior():
+    y = torch.tensor([0.0, 1.0, 0.5])
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    options = {"num_chains": 40, "max_gradients": 40, "num_workers": 1}
+    refined = refine(model, {"x": torch.zeros(40)}, **options, **QUIET)
+    result = Fit(refined=refined, source=(model, (), {}))
+    points = torch.zeros(1, 1)
+    result.known = points, result.target.log_prob(points)
+    y.add_(3.0)
+    changed = "in fit, and is .* Cure: restore them, or fit again; give result.update"
+    for method in (
+        partial(result.refine_more, max_gradients=10, progress=False),
+        partial(result.to_datatree, log_likelihood=True),
+        partial(result.to_datatree, posterior_predictive=True),
+        partial(result.to_datatree, prior=10),
+    ):
+        with pytest.raises(ValueError, match=changed):
+            method()
+    assert "posterior" in result.to_datatree()
+    check = result.check_prior_predictive(num_samples=50)
+    assert check.sites["y"].replicated.shape == (50, 3)
+
+
 def test_another_fit_with_parameters_changes_no_data():
     def shifted(y):
         loc = pyro.param("loc", torch.tensor(0.0))

@@ -20,7 +20,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, VonMises
+from pyro.distributions import Delta, Empirical, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch.distributions import MixtureSameFamily, biject_to, constraints
@@ -58,8 +58,8 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
     :param sampled: discrete latent variables that have coordinates of their own.
     :raises RuntimeError: for a model without continuous latent variables, or without elements.
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
-        sequential plate that subsamples, one with a ``Delta`` prior, or one without unconstrained
-        coordinates.
+        sequential plate that subsamples, one with a ``Delta`` or ``Empirical`` prior, or one
+        without unconstrained coordinates.
     :warns UserWarning: for a latent variable with masked elements, and a transformed angle.
     """
     latents = {name: site for name, site in trace.nodes.items() if is_latent(site)}
@@ -109,10 +109,17 @@ def _refuse_sequential(name: str, site: Site) -> None:
 
 
 def refuse_point(name: str, site: Site) -> None:
-    """Check that a latent variable can have other values than one.
+    """Check that the prior of a latent variable has a density between single points.
 
-    :raises ValueError: for a ``Delta`` prior, with the cure.
+    :raises ValueError: for a ``Delta`` or ``Empirical`` prior, with the cure.
     """
+    if isinstance(innermost(site["fn"]), Empirical):
+        raise ValueError(
+            f"latent '{name}' has the prior Empirical, whose density is 0 between its samples. "
+            f"Cure: which = pyro.sample('{name}_which', dist.Categorical(logits=log_weights)), "
+            "which is summed out, and Vindex(samples)[which] for the value; a Normal fitted to the "
+            "samples; or, for the posterior of a result of fit, result.update(...)"
+        )
     if isinstance(innermost(site["fn"]), Delta):
         raise ValueError(
             f"latent '{name}' has the prior Delta, whose density is 0 at all other values. Cure: "
