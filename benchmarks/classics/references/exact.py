@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Independent draws of three posteriors on which NUTS is unreliable.
+"""Independent draws of six posteriors.
 
-The hyperparameters are drawn from a grid. Given them, coefficients are normal (``dyes``,
-``stagnant``), and the trials of ``magnesium`` are independent, with two latents each.
+Up to two latents are drawn from a grid. Given them, coefficients are normal (``dyes``,
+``dugongs``, ``stagnant``), and the trials of ``magnesium`` are independent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scipy.special import log_expit, logsumexp, softmax
 
 from benchmarks.large.references.collapsed import run_chains
 
-__all__ = ["dyes", "magnesium", "stagnant"]
+__all__ = ["beetles", "dogs", "dugongs", "dyes", "magnesium", "stagnant"]
 
 VAGUE = 0.001  # shape and rate of the gamma priors
 Chain = dict[str, Any]
@@ -110,6 +110,49 @@ def _stagnant_log_density(x: Any, y: Any, draw: Chain) -> float:
     return prior + logsumexp(rows.sum(-1))
 
 
+def _dugongs_chain(rng: np.random.Generator, age: Any, length: Any, count: int, thin: int) -> Chain:
+    prior = np.full(2, 1e-6)
+
+    def posterior(gamma: Any, log_tau: Any) -> tuple[Any, Any, Any]:
+        power = gamma[..., None] ** age
+        return _normal(np.stack([np.ones_like(power), -power], -1), length, np.exp(log_tau), prior)
+
+    axes = [np.linspace(0.5, 1.0, 402)[1:-1], np.linspace(1.0, 7.0, 100)]
+    grid = np.meshgrid(*axes, indexing="ij")
+    log_prob = posterior(*grid)[0] + _log_gamma(grid[1])
+    gamma, log_tau = _draw_cells(rng, log_prob, axes, count)
+    values = _draw_normal(rng, *posterior(gamma, log_tau)[1:])
+    return {"alpha": values[:, 0], "beta": values[:, 1], "gamma": gamma, "tau": np.exp(log_tau)}
+
+
+def _dugongs_log_density(age: Any, length: Any, draw: Chain) -> float:
+    mean = draw["alpha"] - draw["beta"] * draw["gamma"] ** age
+    total = stats.norm.logpdf([draw["alpha"], draw["beta"]], 0.0, 1000.0).sum()
+    total += stats.gamma.logpdf(draw["tau"], VAGUE, scale=1 / VAGUE)
+    return total + stats.norm.logpdf(length, mean, draw["tau"] ** -0.5).sum()
+
+
+def _beetles_log_density(dose: Any, exposed: Any, killed: Any, draw: Chain) -> Any:
+    rate = np.exp(draw["alpha"][..., None] + draw["beta"][..., None] * (dose - dose.mean()))
+    rows = killed * np.log(-np.expm1(-rate)) - (exposed - killed) * rate
+    return rows.sum(-1) - (draw["alpha"] ** 2 + draw["beta"] ** 2) / 2e6
+
+
+def _dogs_log_density(avoided: Any, draw: Chain) -> Any:
+    avoidances = avoided.cumsum(-1)[:, :-1].ravel()
+    shocks = (1 - avoided).cumsum(-1)[:, :-1].ravel()
+    log_p = -draw["alpha"][..., None] * avoidances - draw["beta"][..., None] * shocks
+    rows = np.where(avoided[:, 1:].ravel() > 0, np.log(-np.expm1(log_p)), log_p)
+    return rows.sum(-1) - (draw["alpha"] ** 2 + draw["beta"] ** 2) / (2 * 316.0**2)
+
+
+def _plane_chain(log_density: Any, axes: Any, rng: np.random.Generator, *words: Any) -> Chain:
+    """Draw ``alpha`` and ``beta`` from a grid."""
+    grid = dict(zip(("alpha", "beta"), np.meshgrid(*axes, indexing="ij"), strict=True))
+    values = _draw_cells(rng, log_density(*words[:-2], grid), axes, words[-2])
+    return dict(zip(("alpha", "beta"), values, strict=True))
+
+
 def _trials(rt: Any, nt: Any, rc: Any, nc: Any, theta: Any, logit: Any) -> Any:
     """Log-likelihood of each trial plus the log-prior of the logit of the risk."""
     log_prob = (rc + 1) * log_expit(logit) + (nc - rc + 1) * log_expit(-logit)
@@ -196,6 +239,11 @@ def _run(chain: Any, log_density: Any, folder: Path, num_draws: int, thin: int) 
     run_chains(folder, num_draws, thin, chain, log_density)
 
 
+BEETLES = np.linspace(-0.8, 0.8, 200), np.linspace(10.0, 36.0, 200)
+DOGS = np.linspace(0.12, 0.38, 100), np.linspace(0.02, 0.15, 100)
+beetles = partial(_run, partial(_plane_chain, _beetles_log_density, BEETLES), _beetles_log_density)
+dogs = partial(_run, partial(_plane_chain, _dogs_log_density, DOGS), _dogs_log_density)
+dugongs = partial(_run, _dugongs_chain, _dugongs_log_density)
 dyes = partial(_run, _dyes_chain, _dyes_log_density)
 stagnant = partial(_run, _stagnant_chain, _stagnant_log_density)
 magnesium = partial(_run, _magnesium_chain, _magnesium_log_density)

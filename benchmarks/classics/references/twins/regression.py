@@ -36,30 +36,6 @@ def leukfr(pair, time, died, treatment, times):
     numpyro.factor("survival", survival.sum())
 
 
-def dogs(avoided):
-    alpha = sample("alpha", dist.HalfNormal(316.0))
-    beta = sample("beta", dist.HalfNormal(316.0))
-    avoidances = jnp.cumsum(avoided, -1)[:, :-1]
-    log_p = -alpha * avoidances - beta * (jnp.arange(1, 25) - avoidances)
-    log_q = jnp.log(-jnp.expm1(log_p))
-    numpyro.factor("shocks", jnp.where(avoided[:, 1:] > 0, log_q, log_p).sum())
-
-
-def beetles(dose, exposed, killed):
-    alpha = sample("alpha", dist.Normal(0.0, 1000.0))
-    beta = sample("beta", dist.Normal(0.0, 1000.0))
-    rate = jnp.exp(alpha + beta * (dose - dose.mean()))
-    numpyro.factor("mortality", (killed * jnp.log(-jnp.expm1(-rate))).sum())
-    numpyro.factor("survival", (-(exposed - killed) * rate).sum())
-
-
-def dugongs(age, length):
-    alpha = sample("alpha", dist.Normal(0.0, 1000.0))
-    beta = sample("beta", dist.Normal(0.0, 1000.0))
-    gamma, tau = sample("gamma", dist.Uniform(0.5, 1.0)), sample("tau", VAGUE)
-    sample("length", dist.Normal(alpha - beta * gamma**age, tau**-0.5), obs=length)
-
-
 def cervix(exposed, smear, case, other_smear, other_case):
     phi = sample("phi", dist.Beta(1.0, 1.0).expand([2, 2]))
     q = sample("q", dist.Beta(1.0, 1.0))
