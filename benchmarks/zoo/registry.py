@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of models: a decorator adds a model, :func:`load` finds it by name.
 
-There are two collections, the zoo and the large models of :mod:`benchmarks.large`.
+There are three collections: the zoo, the large models of :mod:`benchmarks.large`, and the classic
+BUGS examples of :mod:`benchmarks.classics`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import pyro
 import torch
-from pyro.infer.autoguide import init_to_median
+from pyro.infer.autoguide import init_to_feasible, init_to_median
 from pyro.infer.mcmc.util import initialize_model
 from torch import Tensor
 
@@ -46,7 +47,10 @@ COLLECTIONS = {
         "networks",
     ),
     "large": ("regression", "groups", "series", "fields"),
+    "classics": ("hierarchical", "regression"),
 }
+# Medians of vague gamma priors underflow.
+STARTS = {"classics": init_to_feasible}
 
 Draws = dict[str, Tensor]
 _MODELS: dict[str, ZooModel] = {}
@@ -99,7 +103,7 @@ class ZooModel:
                 self.model(),
                 args,
                 max_plate_nesting=self.max_plate_nesting,
-                init_strategy=init_to_median,
+                init_strategy=STARTS.get(self.collection, init_to_median),
             )
         return potential, start, transforms
 

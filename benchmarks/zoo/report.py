@@ -19,7 +19,11 @@ from benchmarks.zoo import registry
 from benchmarks.zoo.references.make import MAX_RHAT, checks_file
 
 GOOD, ACCEPTABLE = 1.5, 4.0
-TITLES = {"zoo": "The zoo", "large": "Models of 64 to 2,502 latent variables"}
+TITLES = {
+    "zoo": "The zoo",
+    "large": "Models of 64 to 2,502 latent variables",
+    "classics": "Classic BUGS examples",
+}
 NOTE = f"""Ratio to the sampling floor: the sliced 1-Wasserstein distance of the draws from the
 reference, divided by the distance between two halves of the reference (a perfect guide has about
 0.7). Worst: the same ratio for the 1-Wasserstein distance of the worst single coordinate. Mean: the

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References of the classic BUGS examples."""
