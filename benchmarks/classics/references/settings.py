@@ -9,7 +9,7 @@ __all__ = ["MAX_COLUMNS", "MAX_VALUES", "MIN_ESS", "SAMPLERS", "SETTINGS", "USER
 
 USER = ""  # no run with NumPyro's defaults
 MAX_COLUMNS, MAX_VALUES = 25, 30_000  # files of at most 60 kB
-MIN_ESS = 300
+MIN_ESS = 400
 SETTINGS = {
     "rats": "--samples 1000",
     "pump": "--samples 1000",
@@ -18,7 +18,7 @@ SETTINGS = {
     "salm": "--samples 1500 --target-accept 0.9 --noncentred effect",
     "leukfr": "--samples 1000 --target-accept 0.9 --noncentred b",
     "stacks": "--samples 1500 --target-accept 0.9",
-    "mice": "--samples 1000 --target-accept 0.9",
+    "mice": "--samples 1500 --target-accept 0.9",
     "cervix": "--samples 1000 --target-accept 0.9",
 }
 # An exact sampler, its draws of each chain, and an unused number.
