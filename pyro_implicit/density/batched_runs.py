@@ -23,7 +23,6 @@ from pyro_implicit.density.policy import ROUNDING, RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.runtime.global_state import same_streams, stream_positions
 from pyro_implicit.runtime.messages import first_line, warn_user
-from pyro_implicit.runtime.progress import is_watching
 from pyro_implicit.runtime.sites import is_latent
 from pyro_implicit.runtime.trees import flatten, leaves_by_path, leaves_of, map_tree
 
@@ -304,8 +303,8 @@ class BatchedRuns:
         cure = error.cure or (
             "write the model without .item() and without branches on latent values"
         )
-        if self.owner.endswith("ELBO") and not is_watching():  # fit chooses the losses
-            cure += '; or use fewer particles, vectorize_particles="plate" or False'
+        if self.owner.endswith("ELBO"):
+            cure += '; in a loss of your own, fewer particles, vectorize_particles="plate" or False'
         warn_user(
             f"{self.owner} runs the model one particle at a time, because it cannot run inside "
             f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
@@ -354,9 +353,8 @@ def _cure(error: Exception) -> str | None:
         kinds = [one for one in classes if isinstance(one, type(torch.autograd.Function))]
         name = f"{kinds[-1].__module__}.{kinds[-1].__qualname__}" if kinds else "the Function"
         return (
-            f"give {name} a method setup_context and generate_vmap_rule=True; if it is not yours, "
-            "as in a CompartmentalModel with num_quant_bins above 1, use torch's functions, or its "
-            "model with num_quant_bins=1"
+            f"give {name} a method setup_context and generate_vmap_rule=True, or use torch's "
+            "functions instead (in a CompartmentalModel, num_quant_bins=1)"
         )
     if "Batching rule not implemented for" not in str(error):
         return None

@@ -468,7 +468,7 @@ class MarginalPolicy:
 
     #: Nats by which the joint density of a final draw may differ from the product of its marginal
     #: and conditional densities, in addition to rounding.
-    #: Of a normal with a prior of sd 100 and data of sd 0.1, draws in single precision have 0.02.
+    #: Draws in single precision are off by 0.02 if the prior's sd is 100 and that of the data 0.1.
     max_fault: float = 5e-2
 
     #: Share of weighted draws beyond ``max_fault``, at most, that are left out.

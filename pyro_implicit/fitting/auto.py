@@ -399,6 +399,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
     with single_thread(target is not None and (is_divided or target.is_small)):
         result = _fit_target(stages, target, refine)
+        result.in_double = target is not None and target.is_wide
         if not (target is None or target.is_wide or isinstance(stages.model, NetworkModel)):
             with suppress(Exception):  # the result stands without it
                 try:

@@ -130,6 +130,7 @@ class Fit(Printed):
     :param known: some vectors and the log-density there, by which ``target`` notices that the
         model's data have changed; None for minibatches, networks, given guides, and models that
         run in float64 because of rounding errors.
+    :param in_double: whether the model ran in float64 because of rounding errors.
     :param unsettled: the model's parameters whose training ended while the ELBO was rising.
     :param policy: the settings of the call.
     """
@@ -164,6 +165,7 @@ class Fit(Printed):
     coarse: float = 0.0
     unweighted: Any = field(default=None, repr=False)
     known: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    in_double: bool = field(default=False, repr=False)
     unsettled: str = ""
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
@@ -231,7 +233,10 @@ class Fit(Printed):
         device = next((one.device for one in own), torch.device("cpu"))
         with seeded(0, device):  # a loaded result, too, repeats its draws
             model = self._in_coordinates(self.model)
-            return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
+            target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
+            if self.in_double:
+                target.widen(target.init_loc.unsqueeze(0))
+            return target
 
     @property
     def model(self) -> Any:

@@ -364,6 +364,8 @@ def _nonfinite_terms(loss: Any, model: Any, guide: Any, args: tuple, kwargs: Any
         loss.differentiable_loss(model, guide, *args, **kwargs)
     except NonFiniteError as error:
         return str(error).partition(": ")[2].partition(". Cure")[0]
+    except Exception:  # of the model, of any kind, where it has no loss to name
+        return ""
     finally:
         loss.nonfinite = before
     return ""

@@ -51,19 +51,25 @@ def find_phases(target: Target) -> Phases:
         return {}
     with same_streams():
         drawn = target.sample_prior(RUNS.num_compared_runs)
-        # At draws of vague priors, rounding may hide a difference between the ends.
+        # At draws of vague priors, rounding may hide a difference that points near the origin show.
         near = SEARCH.near_width * (2 * torch.rand_like(drawn) - 1)
-    values = target.constrain(torch.cat([drawn, near]))
-    return {name: ends for name, ends in found.items() if _meet(target, values, name, *ends)}
+    of_prior, near_origin = target.constrain(drawn), target.constrain(near)
+    return {
+        name: ends
+        for name, ends in found.items()
+        if _meet(target, of_prior, name, *ends)
+        and _meet(target, near_origin, name, *ends) is not False
+    }
 
 
 @torch.no_grad()
 def _meet(
     target: Target, values: Mapping[str, Tensor], name: str, low: Tensor, high: Tensor
-) -> bool:
+) -> bool | None:
     """Return whether the density of a site is the same at both ends, and has the same slope.
 
-    An even density is the same at both ends, too, but its slopes are not.
+    An even density is the same at both ends, too, but its slopes are not. None where the density is
+    not finite, or the model raises an error.
     """
     number, largest = len(values[name]), torch.nextafter(high, low)
     doubled = {other: value.repeat(2, *[1] * (value.dim() - 1)) for other, value in values.items()}
@@ -75,16 +81,20 @@ def _meet(
         return log_prob.double().unflatten(0, (2, number))
 
     try:
-        ends = heights(0.0)
-        rounding = RUNS.repeat_tolerance * (1 + ends[0].abs())
-        is_same = ends.isfinite().all(0) & ((ends[0] - ends[1]).abs() <= rounding)
-        if not is_same.all():
-            return False
-        slopes = heights(ANGLES.phase_step) - ends
-        rise = (heights(0.25) - ends).abs().amax(0)
+        ends, inside, quarter = (heights(share) for share in (0.0, ANGLES.phase_step, 0.25))
     except Exception:  # of any kind, as models may not take values at the ends
+        return None
+    is_possible = ends.isfinite()
+    rounding = RUNS.repeat_tolerance * (1 + ends[0].abs())
+    is_same = is_possible.all(0) & ((ends[0] - ends[1]).abs() <= rounding)
+    if (is_possible.any(0) & ~is_same).any():
         return False
-    return bool((slopes.sum(0).abs() <= ANGLES.phase_step * rise + rounding).all())
+    is_known = torch.cat([ends, inside, quarter]).isfinite().all(0)
+    if not is_known.any():
+        return None
+    slopes = ((inside - ends).sum(0).abs() - rounding)[is_known]
+    rise = (quarter - ends).abs().amax(0)[is_known]
+    return bool((slopes <= ANGLES.phase_step * rise).all())
 
 
 def middle_of_turns(

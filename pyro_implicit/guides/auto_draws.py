@@ -130,9 +130,10 @@ class DrawSummaries:
     sample_posterior: Callable[..., dict[str, Tensor]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the model, unless the first call has yet to run it.
+        """Return the state, which has the model only before the first call.
 
-        Pyro's method takes the model from the guide itself.
+        Pyro's method takes the model from the guide itself. A guide of a local function can be
+        pickled after its first call.
         """
         parts = {
             name: part

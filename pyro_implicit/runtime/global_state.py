@@ -275,11 +275,12 @@ def refuse_outer_plates(who: str) -> None:
             )
 
 
-#: Handlers that change the sites of a model; others, such as ``trace`` and ``seed``, do not.
+#: Handlers that change the sites of a model.
 CHANGING = (
     poutine.handlers.ConditionMessenger,
     poutine.handlers.DoMessenger,
     poutine.handlers.EnumMessenger,
+    poutine.handlers.EqualizeMessenger,
     poutine.handlers.InferConfigMessenger,
     poutine.handlers.LiftMessenger,
     poutine.handlers.MaskMessenger,
@@ -297,9 +298,13 @@ def refuse_outer_handlers(who: str) -> None:
     :param who: the function that is called, for the message.
     :raises ValueError: naming handler and cure.
     """
-    for handler in _PYRO_STACK:
-        if isinstance(handler, CHANGING):
-            words = re.findall("[A-Z][a-z]+", type(handler).__name__.removesuffix("Messenger"))
+    site: dict[str, Any] = {"type": "sample", "name": "", "value": None, "infer": {}}
+    for handler in reversed(_PYRO_STACK):
+        if isinstance(handler, poutine.handlers.BlockMessenger) and handler.hide_fn(site):
+            return  # it hides all sites from the handlers around it
+        kind = next((one for one in CHANGING if isinstance(handler, one)), None)
+        if kind is not None:
+            words = re.findall("[A-Z][a-z]+", kind.__name__.removesuffix("Messenger"))
             name = "poutine." + "_".join(words).lower()
             raise ValueError(
                 f"{who} is called inside {name}, which would change only some runs of the model. "

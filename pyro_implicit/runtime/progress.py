@@ -189,11 +189,6 @@ def new_stage(name: str) -> Iterator[Stage]:
             audience.call("on_stage", line)
 
 
-def is_watching() -> bool:
-    """Return whether a function that reports progress is running, such as ``fit``."""
-    return _audience.get() is not NOBODY
-
-
 class Watch:
     """The bar and the callbacks of one loop.
 

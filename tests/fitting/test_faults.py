@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pyro
 import pyro.distributions as dist
@@ -365,6 +366,7 @@ def test_an_outer_plate_is_refused(what):
         ("do", {"data": {"x": torch.tensor(1.0)}}),
         ("reparam", {"config": {}}),
         ("infer_config", {"config_fn": lambda site: {}}),
+        ("equalize", {"sites": ["x", "y"]}),
     ],
 )
 def test_a_handler_around_fit_is_refused(name, options):
@@ -373,8 +375,19 @@ def test_a_handler_around_fit_is_refused(name, options):
         losses_of(torch.tensor(1.0))
 
 
+def test_handlers_of_a_user_have_the_name_of_their_base():
+    class Tempered(poutine.handlers.ScaleMessenger):
+        pass
+
+    with Tempered(0.5), pytest.raises(ValueError, match=r"inside poutine.scale, .*poutine.scale\("):
+        losses_of(torch.tensor(1.0))
+
+
 def test_handlers_around_fit_that_do_not_change_the_model_are_allowed():
-    with poutine.trace(), poutine.block(), poutine.seed(rng_seed=0), pyro.validation_enabled(True):
+    hidden = poutine.scale(scale=0.5), poutine.block()
+    with ExitStack() as stack:
+        for handler in (*hidden, poutine.trace(), poutine.seed(rng_seed=0)):
+            stack.enter_context(handler)
         result = fit(shifted, "auto", torch.tensor(1.0), seed=0, progress=False)
     assert result.sample(1000, seed=0)["x"].mean().item() == pytest.approx(1.5, abs=0.1)
 

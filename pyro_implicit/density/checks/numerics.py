@@ -305,7 +305,10 @@ def loses_digits(target: Target, points: Tensor) -> bool:
     if points.dtype == torch.float64:
         return False
     back = target.unconstrain(target.constrain(points))
-    unit = points.std(0).clamp(max=1.0) if len(points) > 1 else 1.0
+    unit = torch.ones_like(points[0])
+    if len(points) > 1:
+        spread = points.std(0)
+        unit = torch.where(spread > 0, spread.clamp(max=1.0), unit)
     return bool(((back - points).abs() > ROUNDING.max_error * unit).any())
 
 

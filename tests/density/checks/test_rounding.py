@@ -19,6 +19,7 @@ from pyro_implicit.density.checks.numerics import (
     loses_digits,
     widen_if_rounded,
 )
+from pyro_implicit.fitting import Fit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -128,8 +129,17 @@ def test_sites_without_elements_and_simplices_are_resolved():
     assert beyond_resolution(Target(model), torch.full((9, 2), 20.0)) == ()
 
 
-def test_fit_finds_the_mass_near_a_bound():
+def test_fit_finds_the_mass_near_a_bound(tmp_path):
     result = fit(near_one, "auto", seed=0, progress=False)
     share = (result.sample(4000)["p"][:, 1] < 0.999).double().mean()
     exact = dist.Beta(torch.tensor(10.1).double(), 0.1).sample((100_000,)) < 0.999
     assert abs(share - exact.double().mean()) < 0.04  # 0.11 in single precision
+    result.save(tmp_path / "result")
+    loaded = Fit.load(tmp_path / "result", near_one)
+    assert loaded.target.is_wide and result.target.is_wide
+    assert torch.equal(loaded.sample(100, seed=0)["p"], result.sample(100, seed=0)["p"])
+
+
+def test_equal_points_come_back():
+    points = torch.tensor([[0.3, 0.7]]).expand(4, 2)
+    assert not loses_digits(Target(near_one), points)
