@@ -298,10 +298,9 @@ def refuse_outer_handlers(who: str) -> None:
     :param who: the function that is called, for the message.
     :raises ValueError: naming handler and cure.
     """
-    site: dict[str, Any] = {"type": "sample", "name": "", "value": None, "infer": {}}
     for handler in reversed(_PYRO_STACK):
-        if isinstance(handler, poutine.handlers.BlockMessenger) and handler.hide_fn(site):
-            return  # it hides all sites from the handlers around it
+        if isinstance(handler, poutine.handlers.BlockMessenger) and _hides_all(handler):
+            return
         kind = next((one for one in CHANGING if isinstance(handler, one)), None)
         if kind is not None:
             words = re.findall("[A-Z][a-z]+", kind.__name__.removesuffix("Messenger"))
@@ -310,6 +309,14 @@ def refuse_outer_handlers(who: str) -> None:
                 f"{who} is called inside {name}, which would change only some runs of the model. "
                 f"Cure: wrap the model, as in {who}({name}(model, ...), ...)"
             )
+
+
+def _hides_all(block: poutine.handlers.BlockMessenger) -> bool:
+    site: Any = {"type": "sample", "name": "", "is_observed": False, "value": None, "infer": {}}
+    try:
+        return bool(block.hide_fn(site))
+    except Exception:  # of a function of the user that reads more
+        return False
 
 
 def _renew() -> None:
