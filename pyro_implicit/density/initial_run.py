@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -143,14 +142,14 @@ class InitialRun:
         return trace
 
     def _without(self, extremes: set[str], trace: Trace) -> Trace:
-        """Return a run in which these sites begin at the origin, if its density is not lower."""
+        """Return a run in which these sites begin at the origin, if it is not impossible there."""
 
         def init(site: dict[str, Any]) -> Tensor:
             start = init_to_feasible if site["name"] in extremes else init_to_median
             return start(site)
 
         moved = self._first_possible([init])
-        return trace if _height(moved) < _height(trace) else moved
+        return moved if _is_possible(moved) or not _is_possible(trace) else trace
 
     def _first_possible(self, inits: list[Callable[[dict[str, Any]], Tensor]]) -> Trace:
         first_error = None
@@ -302,12 +301,11 @@ def _extremes(trace: Trace, again: Trace | None = None) -> set[str]:
     return found | causes if found else found
 
 
-def _height(trace: Trace) -> float:
-    """Return the log-density of a run; -inf where the model has none."""
+def _is_possible(trace: Trace) -> bool:
+    """Return whether the log-density of a run is finite."""
     with suppress(Exception), pyro.validation_enabled(False):  # of the model
-        height = total_log_prob(trace.copy()).item()
-        return height if height == height else -math.inf
-    return -math.inf
+        return bool(total_log_prob(trace.copy()).isfinite())
+    return False
 
 
 def _is_drawn(site: Site) -> bool:

@@ -352,9 +352,11 @@ def test_a_single_start_is_not_exchanged(monkeypatch):
 
 
 def test_no_start_with_a_density():
-    with pytest.raises(ValueError, match="none of 50 draws .*'density' at .*is -inf. Cure: give"):
+    with pytest.raises(
+        ValueError, match="none of 50 initial points: .*'density' at .*is -inf. Cure: give"
+    ):
         find_modes(target(lambda x: 0 * x.sum() - math.inf))
-    with pytest.raises(ValueError, match="finite at none of 7 draws"):
+    with pytest.raises(ValueError, match="finite at none of 7 initial points"):
         find_modes(target(lambda x: torch.where(x > 5, x, -math.inf).sum()), num_starts=7)
 
 

@@ -289,7 +289,9 @@ def nowhere():
 
 
 def test_a_density_that_is_nowhere_finite():
-    with pytest.raises(ValueError, match="none of 50 draws.*site 'never'.*factor is -inf. Cure"):
+    with pytest.raises(
+        ValueError, match="none of 50 initial points.*site 'never'.*factor is -inf. Cure"
+    ):
         quick(nowhere)
 
 
