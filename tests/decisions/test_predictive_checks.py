@@ -169,7 +169,7 @@ def test_refused_input():
     with pytest.raises(ValueError, match="all 3 observations of site 'y' are equal.*Cure"):
         check(torch.ones(3))
     with pytest.raises(ValueError, match="no posterior draws"):
-        predictive_check("prior", Target(normal, NORMAL), {"x": torch.ones(40, 2)})
+        predictive_check("posterior", Target(normal, NORMAL), {"x": torch.ones(40, 2)})
 
     def flat(y):
         x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))

@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -175,7 +176,9 @@ def test_chains_repeat_for_equal_numbers_of_processes_and_can_go_on():
 def test_fit_divides_its_chains_and_restores_threads():
     before = torch.get_num_threads()
     budget = BudgetPolicy(most_gradients=60, least_gradients=60, patient_seconds=0.0)
-    options = {"policy": FitPolicy(budget=budget), "seed": 0, "progress": False}
+    none = replace(FitPolicy().marginal, most_remaining=0)  # integrated, which would replace chains
+    policy = FitPolicy(budget=budget, marginal=none)
+    options = {"policy": policy, "seed": 0, "progress": False}
     with pytest.warns(UserWarning, match="stopped at max_gradients"):
         result = fit(make_model(), "auto", refine=True, num_workers=2, **options)
     assert result.refined.chains.num_workers == 2 and torch.get_num_threads() == before
