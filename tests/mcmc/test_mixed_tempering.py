@@ -73,8 +73,9 @@ def test_a_power_of_the_likelihood(power):
     torch.testing.assert_close(space.log_likelihood(points.detach()), data.detach())
 
 
-def fit_magnet(patient_seconds, **options):
-    budget = replace(FitPolicy().budget, chain_seconds=0.3, least_gradients=200, patience=1)
+def fit_magnet(patient_seconds, least_gradients=200, **options):
+    budget = replace(FitPolicy().budget, chain_seconds=0.3, patience=1)
+    budget = replace(budget, least_gradients=least_gradients)
     policy = FitPolicy(budget=replace(budget, patient_seconds=patient_seconds))
     return fit(magnet, "auto", seed=0, progress=False, policy=policy, **options)
 
@@ -108,7 +109,7 @@ def test_chains_stay_if_annealing_has_no_time(monkeypatch):
         powers.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of chains that have not converged
-            result = fit_magnet(0.05, **options)
+            result = fit_magnet(0.05, 40, **options)
         assert len(powers) == len(options) and "annealed" not in result.stages[-1].outcome
         assert result.refined.stopped == "max_gradients"
         assert result.refined.drift.r_hat > 1.2
