@@ -172,10 +172,10 @@ def test_which_uniform_variables_are_phases():
         scale = ((1 - share) / share).sqrt()
         pyro.sample("y", dist.Normal(0.0, scale, validate_args=False), obs=y)
 
-    def of_located(y):  # impossible near the origin
+    def of_located(offset):  # impossible near the origin, at both bounds or between them
         size = pyro.sample("size", dist.Normal(50.0, 2.0))
         phase = pyro.sample("phase", dist.Uniform(0.0, 2 * math.pi))
-        pyro.sample("y", dist.Poisson(size + 10 * (0.3 + phase).cos()), obs=torch.tensor(45.0))
+        pyro.sample("y", dist.Poisson(size + 10 * (offset + phase).cos()), obs=torch.tensor(45.0))
 
     one = torch.tensor(0.3)
     target = Target(of_vague, one)
@@ -184,7 +184,8 @@ def test_which_uniform_variables_are_phases():
     assert middle_of_turns(target, 100, 10.0, bounds) == {}
     assert not any(find_phases(Target(model, one)) for model in (of_square, of_scale, of_share))
     assert list(find_phases(Target(of_several, one))) == ["phase"]
-    assert list(find_phases(Target(of_located, one))) == ["phase"]
+    for offset in (0.3, 2.8):
+        assert list(find_phases(Target(of_located, torch.tensor(offset)))) == ["phase"]
     assert list(find_phases(Target(wave, WAVE))) == ["phase"]
     assert not find_phases(Target(headings, OBSERVED))
     target, state = Target(wave, WAVE), torch.get_rng_state()
