@@ -19,7 +19,7 @@ INDICES = ("group", "pair")  # arguments with integers
 
 
 def entry(name: str) -> dict[str, Any]:
-    """The example's values by name."""
+    """Return the arguments of an example and what they are made from, by their names."""
     return json.loads(FILE.read_text())[name]
 
 

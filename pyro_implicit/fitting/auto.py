@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -401,11 +400,12 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         result = _fit_target(stages, target, refine)
         result.in_double = target is not None and target.is_wide
         if not (target is None or target.is_wide or isinstance(stages.model, NetworkModel)):
-            with suppress(Exception):  # the result stands without it
-                try:
-                    result.known = _known_points(result, target, stages.policy.change)
-                except KeyboardInterrupt:
-                    result.interrupted = True
+            try:
+                result.known = _known_points(result, target, stages.policy.change)
+            except KeyboardInterrupt:
+                result.interrupted = True
+            except Exception:
+                result.known = None  # the result stands without it
         return result
 
 

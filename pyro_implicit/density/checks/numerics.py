@@ -84,8 +84,9 @@ def blame(target: Target, points: Tensor) -> str:
     cure = "give the sites priors in whose range the data are possible"
     if all("TypeError" in clause for clause in clauses):  # no draw is to blame
         cure = describe_arrays(target.args, target.kwargs)[1]
-    elif all("RuntimeError: " in clause for clause in clauses) and all(
-        found == Counter({reason: len(points)}) for found in reasons.values() for reason in found
+    elif all(
+        len(found) == 1 and found.total() == len(points) and "RuntimeError: " in next(iter(found))
+        for found in reasons.values()
     ):
         cure = "correct the model: no values of its latent variables avoid this error"
     return f"{'; '.join(clauses)}. Cure: {cure}"
@@ -305,10 +306,8 @@ def loses_digits(target: Target, points: Tensor) -> bool:
     if points.dtype == torch.float64:
         return False
     back = target.unconstrain(target.constrain(points))
-    unit = torch.ones_like(points[0])
-    if len(points) > 1:
-        spread = points.std(0)
-        unit = torch.where(spread > 0, spread.clamp(max=1.0), unit)
+    spread = points.std(0, correction=0)
+    unit = torch.where(spread > 0, spread.clamp(max=1.0), 1.0)
     return bool(((back - points).abs() > ROUNDING.max_error * unit).any())
 
 
@@ -335,8 +334,7 @@ def beyond_resolution(target: Target, points: Tensor) -> tuple[str, ...]:
     found = []
     for name, part in target.split(points.double() if target.is_wide else points).items():
         # In a simplex, small elements keep their digits, although the map back loses them.
-        bounded = is_interval(target.sites[name])
-        if name in target.sampled or not bounded or not part.numel():
+        if name in target.sampled or not is_interval(target.sites[name]) or not part.numel():
             continue
         transform, infinite = target.transforms[name], torch.full_like(part[:1], math.inf)
         low, high = transform(-infinite), transform(infinite)
