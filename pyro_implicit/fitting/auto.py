@@ -76,13 +76,7 @@ from pyro_implicit.mcmc import refine_by_minibatches
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import (
-    in_turn,
-    refuse_outer_handlers,
-    same_streams,
-    single_thread,
-    with_seed,
-)
+from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread, with_seed
 from pyro_implicit.runtime.messages import (
     first_line,
     refuse_counts,
@@ -267,7 +261,6 @@ def fit(
     :warns UserWarning: for a new guide whose name has values in Pyro's parameter store, and for a
         model that subsamples its data, unless ``refine=False``.
     """
-    refuse_outer_handlers("fit")
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
     refuse_counts(num_steps=num_steps, epochs=epochs, num_particles=num_particles)

@@ -170,7 +170,7 @@ _lock = threading.RLock()
 
 
 def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Let one thread at a time run such functions, and refuse calls inside of plates.
+    """Let one thread at a time run such functions, and refuse calls inside of handlers.
 
     Pyro's handlers, parameters and random numbers belong to the process: without the lock, the
     handlers of one thread would process the sites of another's model. The function runs outside of
@@ -185,13 +185,15 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
     1.5
 
     :param function: a function that runs models.
-    :raises ValueError: by the function, if it is called inside a plate.
+    :raises ValueError: by the function, if it is called inside a plate or a handler that changes
+        the model.
     """
 
     @functools.wraps(function)
     def waiting(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         with _lock, torch.inference_mode(False):
             refuse_outer_plates(function.__name__)
+            refuse_outer_handlers(function.__name__)
             try:
                 return function(*args, **kwargs)
             except TypeError as error:

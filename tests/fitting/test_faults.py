@@ -351,9 +351,12 @@ def test_inference_mode_is_left():
 
 
 @pytest.mark.parametrize("what", [fit, refine, diagnose])
-def test_an_outer_plate_is_refused(what):
+def test_outer_plates_and_handlers_are_refused(what):
     message = f"{what.__name__} is called inside plate 'outer'.*Cure: .*outside of the plate"
     with pyro.plate("outer", 3), pytest.raises(ValueError, match=message):
+        what(spiked, AutoNormal(spiked), progress=False)
+    message = f"{what.__name__} is called inside poutine.scale, .*Cure: wrap the model"
+    with poutine.scale(scale=0.5), pytest.raises(ValueError, match=message):
         what(spiked, AutoNormal(spiked), progress=False)
 
 
