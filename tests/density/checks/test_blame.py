@@ -337,6 +337,13 @@ def test_an_error_at_all_values_is_no_fault_of_the_draws():
     message = "at 3 of 3: it raises RuntimeError: .*Cure: correct the model: no values of"
     assert re.search(message, blame(density, torch.zeros(3, 2)))
 
+    def sometimes():
+        if pyro.sample("x", dist.Normal(0.0, 1.0)) > 5:
+            raise RuntimeError("too large")
+
+    found = blame(Target(sometimes), torch.tensor([[0.0], [9.0], [1.0]]))
+    assert "at 1 of 3: it raises RuntimeError: too large. Cure: give the sites priors" in found
+
 
 def test_finite_points_are_not_blamed_on_the_gradient():
     def model():
