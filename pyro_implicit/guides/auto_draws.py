@@ -140,7 +140,9 @@ class DrawSummaries:
             for name, part in vars(self)["_modules"].items()
             if isinstance(part, AutoGuide) and not isinstance(part, DrawSummaries)
         }
-        kept = [(one, vars(one)["_model"], one.master) for one in (self, *parts.values())]
+        # Symmetrized is no autoguide, and has no model of its own.
+        guides = [one for one in (self, *parts.values()) if isinstance(one, AutoGuide)]
+        kept = [(one, vars(one)["_model"], one.master) for one in guides]
         try:
             given: Any = super().__getstate__()
             state: dict[str, Any] = {**given}
@@ -150,7 +152,7 @@ class DrawSummaries:
         finally:
             for one, model, master in kept:
                 one._model, one.master = model, master
-        if self.prototype_trace is None:
+        if isinstance(self, AutoGuide) and self.prototype_trace is None:
             state["_model"] = vars(self)["_model"]
         return state
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
 
 import pyro
@@ -254,3 +256,18 @@ def test_what_has_no_density_is_refused() -> None:
         svi.step(Y)
     with pytest.raises(ValueError, match="LIVI_ELBO"):
         Trace_ELBO().loss(two_units, implicit, Y)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))]
+)
+def test_copies_draw_as_the_original(duplicate):
+    guide = Symmetrized(AutoNormal(two_units), Permutations(UNITS))
+    duplicate(guide)  # before the first call
+    guide()
+    draws = []
+    for each in (guide, duplicate(guide)):
+        pyro.set_rng_seed(0)
+        draws.append(each.sample_posterior(3)["w"])
+    assert draws[0].equal(draws[1])
+    assert guide.guide.model is not None
