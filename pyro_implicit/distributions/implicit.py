@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,13 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, constraints
 
-from pyro_implicit.generators.base import Linearisation, as_generator
+from pyro_implicit.generators.base import (
+    Differentiable,
+    Linearisation,
+    as_generator,
+    has_inverse,
+    noise_of,
+)
 from pyro_implicit.runtime.sites import innermost
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "TransformedDraw",
     "draw_through",
     "find_implicit",
+    "refuse_fold",
 ]
 
 
@@ -83,7 +91,8 @@ class Implicit(TorchDistribution):
     has_rsample = True
     #: Names of the ELBOs that can train this kind of distribution; each ELBO adds its name.
     trained_by: ClassVar[list[str]] = []
-    _last: Draw | None = None
+    #: The last value, its noise, and the state of the generator that made it.
+    _last: tuple[weakref.ref[Tensor], Tensor, tuple] | None = None
 
     def __init__(
         self,
@@ -207,8 +216,13 @@ class Implicit(TorchDistribution):
 
         :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
         """
-        self._last = self.draw(sample_shape)
-        return self._last.value
+        noise, value, _ = self.draw(sample_shape)
+        self._last = weakref.ref(value), noise, _state_of(self.generator)
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the last draw, which has a graph and cannot be copied."""
+        return {name: item for name, item in vars(self).items() if name != "_last"}
 
     def _around(self, value: Tensor) -> Tensor:
         return value
@@ -217,30 +231,93 @@ class Implicit(TorchDistribution):
         r"""Return the log-density of an injective generator.
 
         It is :math:`\log p(z) - \log |\det J_g(z)|`, with p the density of the noise.
-        The value of the last :meth:`rsample` has the noise of that draw, a constant for gradients.
-        For all other values, such as detached ones, the generator's ``inverse`` gives the noise.
+        The value of the last :meth:`rsample` has the noise of that draw, a constant for gradients,
+        unless the generator's parameters have changed. For all other values, such as detached
+        ones, the generator's ``inverse`` gives the noise.
 
         :param value: ``(*sample_shape, *batch_shape, *event_shape)``.
         :returns: ``(*sample_shape, *batch_shape)``.
         :raises IntractableDensityError: if the generator is not injective or has another number of
-            values than noise, naming the ELBOs that can train the distribution.
-        :raises NotImplementedError: at another value than the last, without an ``inverse``.
+            values than noise, naming the ELBOs that can train the distribution; if it folds (its
+            Jacobian has determinants of both signs); at another value than the last, without an
+            ``inverse``.
         """
         is_square = self.noise_distribution.event_shape == self.event_shape
         generator = as_generator(self.generator)
         if type(self) is Implicit and is_square and generator.injective:
-            # A constant value has another gradient than a draw of constant noise.
-            may_be_last = value.requires_grad or not torch.is_grad_enabled()
-            if may_be_last and self._last is not None and value is self._last.value:
-                noise = self._last.noise
-            else:
-                noise = generator.inverse(value, self.context)
-            return self.noise_distribution.log_prob(noise) - self.linearise(noise).log_abs_det()
+            if self._validate_args:
+                self._validate_sample(value)
+            noise = self._noise_of(value, generator)
+            signs, log_abs_det = self.linearise(noise).slogdet()
+            if not has_inverse(generator):
+                refuse_fold(f"the generator of {type(self).__name__}", signs)
+            return self.noise_distribution.log_prob(noise) - log_abs_det
         raise IntractableDensityError(
             f"the density of {type(self).__name__} is intractable, and log_prob, Trace_ELBO, "
             "render_model and importance sampling need it. Cure: to train, "
             f"{', '.join(self.trained_by) or 'the ELBOs of pyro_implicit.infer'}; to judge, "
             "evidence_bound or diagnose; to draw the model, render_model(model)"
+        )
+
+    def _noise_of(self, value: Tensor, generator: Differentiable) -> Tensor:
+        # A constant value has another gradient than a draw of constant noise.
+        tensors = [*_tensors_of(generator), *([] if self.context is None else [self.context])]
+        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        if (
+            (value.requires_grad or not is_trained)
+            and self._last is not None
+            and value is self._last[0]()
+        ):
+            _, noise, state = self._last
+            if state == _state_of(self.generator):
+                return noise
+        if not has_inverse(generator):
+            raise IntractableDensityError(
+                f"{type(generator).__name__} has no inverse, so the density of "
+                f"{type(self).__name__} is known only at its last draw, with the parameters that "
+                "made it. Cure: inside TransformedDistribution, transforms with cache_size=1, as "
+                "in ExpTransform(cache_size=1); or AutoregressiveGenerator"
+            )
+        value = value.expand(
+            torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+        )
+        context = self.context
+        if context is not None:
+            context = context.expand(value.shape[:-1] + (-1,))
+        return noise_of(generator, value, context)
+
+
+def _tensors_of(generator: Any) -> list[Tensor]:
+    """Return the tensors of a module, or of an object of another class."""
+    if isinstance(generator, torch.nn.Module):
+        return [*generator.parameters(), *generator.buffers()]
+    return [
+        item for item in getattr(generator, "__dict__", {}).values() if isinstance(item, Tensor)
+    ]
+
+
+def _state_of(generator: Any) -> tuple:
+    """Return a value that changes with the generator's tensors, also if they change in place."""
+    tensors = _tensors_of(generator)
+    return tuple((id(one), one.is_inference() or one._version) for one in tensors)
+
+
+def refuse_fold(who: str, signs: Tensor) -> None:
+    """Check that the determinants of an injective generator's Jacobian have one sign.
+
+    **Example:**
+
+    >>> refuse_fold("the generator of site 'x'", torch.tensor([1.0, 1.0]))
+
+    :param who: the generator, for the message.
+    :param signs: the signs at all draws, of any shape.
+    :raises IntractableDensityError: if both signs are among them.
+    """
+    if (signs > 0).any() and (signs < 0).any():
+        raise IntractableDensityError(
+            f"{who} folds: the determinant of its Jacobian has both signs among the draws, so it "
+            "is not injective and its density is unknown. Cure: train with a smaller learning "
+            "rate, or use AutoSemiImplicit"
         )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -21,6 +22,8 @@ __all__ = [
     "Generator",
     "Linearisation",
     "as_generator",
+    "has_inverse",
+    "noise_of",
 ]
 
 
@@ -146,6 +149,37 @@ def as_generator(function: Callable[..., Tensor] | Differentiable) -> Differenti
         independently.
     """
     return function if isinstance(function, Differentiable) else FunctionGenerator(function)
+
+
+def has_inverse(generator: Differentiable) -> bool:
+    """Return whether a generator has an ``inverse``.
+
+    **Example:**
+
+    >>> has_inverse(as_generator(torch.exp))
+    False
+
+    :param generator: any generator.
+    """
+    return type(generator).inverse is not Differentiable.inverse
+
+
+def noise_of(generator: Differentiable, value: Tensor, context: Tensor | None = None) -> Tensor:
+    """Return the noise of a value by ``inverse``; infinite, of density 0, if the value overflows.
+
+    **Example:**
+
+    >>> from pyro_implicit.generators import AutoregressiveGenerator
+    >>> noise_of(AutoregressiveGenerator(2), torch.tensor([1e38, 0.0]))[0]
+    tensor(inf)
+
+    :param generator: a generator with an ``inverse``.
+    :param value: ``(*batch, m)``.
+    :param context: ``(*batch, context_dim)``, or None.
+    :returns: ``(*batch, d)``.
+    """
+    noise = generator.inverse(value, context)
+    return noise.masked_fill(noise.isnan(), math.inf)
 
 
 class Activation(NamedTuple):

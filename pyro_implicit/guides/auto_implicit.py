@@ -20,7 +20,7 @@ from torch.distributions import Transform, constraints
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import GatedMLP, as_generator
-from pyro_implicit.generators.base import Differentiable
+from pyro_implicit.generators.base import Differentiable, noise_of
 from pyro_implicit.guides.affine_frame import find_frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored, registered
 from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
@@ -417,9 +417,7 @@ class GeneratorTransform(Transform):
         return self.generator(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        noise = self.generator.inverse(y)
-        # The noise of an overflowing value is infinite, of density 0.
-        return noise.masked_fill(noise.isnan(), math.inf)
+        return noise_of(self.generator, y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the generator's log-determinant, ``(*batch)``, at the noise x, ``(*batch, m)``."""

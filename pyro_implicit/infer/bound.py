@@ -18,6 +18,7 @@ from torch import Tensor
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions.implicit import refuse_fold
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides.posterior_draws import guide_of, refuse_swapped
 from pyro_implicit.infer.engine.folds import FoldWarning
@@ -215,12 +216,8 @@ class HierarchicalELBO(ImplicitELBO):
     def _injective(self, site: ImplicitSite) -> Tensor:
         """Return the exact density; refuse a generator that folds."""
         log_q, signs = exact_density(site)
-        if (signs != self.remember("sign", site.name, lambda: signs.flatten()[0])).any():
-            raise ValueError(
-                f"the generator of site '{site.name}' folds: the determinant of its Jacobian has "
-                "both signs among the draws, so it is not injective and its density is unknown. "
-                "Cure: train with a smaller learning rate, or use AutoSemiImplicit"
-            )
+        first = self.remember("sign", site.name, lambda: signs.flatten()[:1])
+        refuse_fold(f"the generator of site '{site.name}'", torch.cat([first, signs.flatten()]))
         return log_q
 
     def _linearized(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 import re
+import weakref
 
 import pyro
 import pyro.distributions as dist
@@ -15,7 +19,8 @@ from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, Implicit, SemiImplicit
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.generators.base import Differentiable
+from pyro_implicit.generators import ResidualGenerator
+from pyro_implicit.generators.base import Differentiable, Generator
 
 KINDS = ["implicit", "semi_implicit"]
 
@@ -203,6 +208,96 @@ def test_the_density_of_an_injective_generator():
     expanded = implicit.expand((4,))
     value = expanded.rsample()
     torch.testing.assert_close(expanded.log_prob(value), normal.log_prob(value))
+
+
+def folded() -> ResidualGenerator:
+    """Return z - 4 tanh(2 z)."""
+    generator = ResidualGenerator(1, core_dim=1, hidden=(16,))
+    with torch.no_grad():
+        for parameter in generator.network.parameters():
+            parameter.zero_()
+        generator.network.layers[0].weight.fill_(2.0)
+        generator.network.layers[-1].weight.fill_(-0.25)
+    return generator
+
+
+def test_an_injective_generator_that_folds_has_no_density():
+    q = Implicit(folded(), 1)
+    with pytest.raises(IntractableDensityError, match=r"Implicit folds: .*both signs.*Cure"):
+        q.log_prob(q.rsample((100,)))
+    assert q.log_prob(q.rsample()).isfinite()  # one draw cannot tell
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_the_density_after_a_step_of_the_parameters(is_module):
+    if is_module:
+        q = Implicit(ResidualGenerator(2, core_dim=1), 2)
+        parameter = next(q.generator.parameters())
+    else:
+        _, parameter, q, _ = affine_and_normal()
+    with torch.no_grad():
+        value = q.sample((3,))
+        before = q.log_prob(value)
+        parameter.mul_(3.0)
+        if is_module:
+            with pytest.raises(IntractableDensityError, match="with the parameters that made it"):
+                q.log_prob(value)
+        else:
+            expected = dist.Normal(q.generator.loc, parameter).to_event(1).log_prob(value)
+            torch.testing.assert_close(q.log_prob(value), expected)
+            assert not before.allclose(expected)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("cache_size", [None, 0, 1])
+def test_generators_without_inverse_in_pyros_elbo(cache_size, is_frozen):
+    generator = ResidualGenerator(2, core_dim=1).requires_grad_(not is_frozen)
+
+    def guide():
+        q = Implicit(generator, 2)
+        if cache_size is not None:
+            q = dist.TransformedDistribution(q, dist.transforms.ExpTransform(cache_size=cache_size))
+        pyro.sample("x", q)
+        pyro.sample("y", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 1.0))
+
+    def model():
+        prior = dist.Normal if cache_size is None else dist.LogNormal
+        pyro.sample("x", prior(0.0, 1.0).expand([2]).to_event(1))
+        pyro.sample("y", dist.Normal(0.0, 1.0))
+
+    if cache_size == 0:
+        with pytest.raises(ValueError, match=r"'x'(.|\n)*has no inverse.*cache_size=1"):
+            Trace_ELBO().loss_and_grads(model, guide)
+    else:
+        assert math.isfinite(Trace_ELBO().loss_and_grads(model, guide))
+
+
+def test_a_draw_is_neither_copied_nor_kept():
+    q = Implicit(ResidualGenerator(2, core_dim=1), 2)
+    value = weakref.ref(q.rsample())
+    assert value() is None
+    value = q.rsample()
+    for again in (copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert again.rsample().shape == value.shape
+    assert q.log_prob(value).isfinite()
+
+
+def test_inverse_meets_the_context_of_each_row():
+    class Shift(Generator):
+        injective = True
+
+        def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
+            return noise + context
+
+        def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+            return torch.cat([value, context], -1)[..., :2] - context
+
+    context = torch.randn(3, 2)
+    q, normal = Implicit(Shift(2, 2, 2), 2, context=context), dist.Normal(context, 1.0).to_event(1)
+    for value in (torch.randn(5, 3, 2), torch.randn(2)):
+        torch.testing.assert_close(q.log_prob(value), normal.log_prob(value))
+    with pytest.raises(ValueError, match="shape"):
+        q.log_prob(torch.zeros(5, 3))
 
 
 def test_elbos_name_themselves():
