@@ -44,7 +44,7 @@ from pyro_implicit.runtime.global_state import (
     restore_random_streams,
     with_seed,
 )
-from pyro_implicit.runtime.messages import counted, refuse_nonpositive
+from pyro_implicit.runtime.messages import counted, refuse_nonpositive, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.processes import (
     any_process,
@@ -364,7 +364,7 @@ def _nonfinite_terms(loss: Any, model: Any, guide: Any, args: tuple, kwargs: Any
         loss.differentiable_loss(model, guide, *args, **kwargs)
     except NonFiniteError as error:
         return str(error).partition(": ")[2].partition(". Cure")[0]
-    except Exception:  # of the model, of any kind, where it has no loss to name
+    except Exception:  # the model may raise anything; then no term is named
         return ""
     finally:
         loss.nonfinite = before
@@ -424,6 +424,7 @@ def default_loss(
     :param num_particles: the number of particles of the ELBO.
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     :param model_kwargs: keyword arguments of the model that have the name of an argument here.
+    :warns UserWarning: for a copy of a guide, whose coverage is 0 because its model is unknown.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     options: dict[str, Any] = {"nonfinite": "skip"}
@@ -453,6 +454,11 @@ def default_loss(
 def _subsamples(guide: AutoImplicit, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether the guide's model subsamples its data, or is unknown, as that of a copy."""
     if vars(guide)["_model"] is None:
+        warn_user(
+            "a copy of a guide has no model, so default_loss cannot tell whether the model "
+            "subsamples its data, and InjectiveELBO has coverage 0. Cure: the original guide, or "
+            "InjectiveELBO(num_particles, coverage=1.0) if the model has all data"
+        )
         return True
     with poutine.block(), pyro.validation_enabled(False):  # draws of a prior may be impossible
         trace = poutine.trace(guide.model).get_trace(*args, **kwargs)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -85,6 +87,13 @@ def test_a_list_of_guides(kinds, kind):
         guide.append(part(poutine.block(two, expose=[name]), **options))
     result = fit(two, guide, num_steps=2, num_particles=4, progress=False)
     assert f"2 steps of {kind.__name__}" in result.stages[0].outcome
+
+
+def test_a_copy_has_no_coverage():
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
+    assert default_loss(guide, 4).coverage == 1.0
+    with pytest.warns(UserWarning, match="copy of a guide has no model.*coverage 0. Cure: "):
+        assert default_loss(copy.deepcopy(guide), 4).coverage == 0.0
 
 
 def test_fit_uses_it():

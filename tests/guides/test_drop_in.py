@@ -469,6 +469,7 @@ def normal_rows(y):
     ids=["searches", "injective", "mixture", "amortised"],
 )
 @pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.filterwarnings("ignore:a copy of a guide has no model")
 def test_a_guide_and_its_copies_train_before_and_after_the_first_call(make, is_called):
     y, losses = torch.zeros(2), []
     guide = make(normal_rows)
