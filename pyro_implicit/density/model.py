@@ -33,12 +33,12 @@ from torch.distributions import (
 from pyro_implicit.density.policy import DISCRETE
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import (
+    QuietPriors,
     Site,
     innermost,
     innermost_support,
     is_discrete_latent,
     is_latent,
-    quiet_prior,
 )
 from pyro_implicit.runtime.trees import map_tree
 
@@ -172,7 +172,7 @@ def converted(tree: Any, dtype: torch.dtype) -> Any:
 
 def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Trace one run of the model, hidden from outer handlers."""
-    with torch.no_grad(), poutine.block(), quiet_prior():
+    with torch.no_grad(), poutine.block(), QuietPriors():
         return restore_priors(poutine.trace(model).get_trace(*args, **kwargs))
 
 

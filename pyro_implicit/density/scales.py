@@ -17,7 +17,7 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import num_rows
-from pyro_implicit.runtime.sites import is_data, is_latent, quiet_prior
+from pyro_implicit.runtime.sites import QuietPriors, is_data, is_latent
 from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["DataScales", "has_only_local_latents", "trace_once"]
@@ -155,7 +155,7 @@ def trace_once(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
 
     :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
     """
-    with seeded(0), poutine.block(), quiet_prior(), pyro.validation_enabled(False), torch.no_grad():
+    with seeded(0), poutine.block(), QuietPriors(), pyro.validation_enabled(False), torch.no_grad():
         try:
             return poutine.trace(model).get_trace(*args, **kwargs)
         except IMPOSSIBLE:

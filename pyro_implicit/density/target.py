@@ -548,6 +548,8 @@ class Target:
                 return False
         if not found[before.isfinite()].isfinite().all():
             return False
+        self._coordinates = copy.copy(self._coordinates)  # copies of this target keep theirs
+        self.transforms = self._coordinates.transforms = dict(self.transforms)
         self._use(wide._runs)
         for name, site in self.sites.items():
             if is_interval(site):

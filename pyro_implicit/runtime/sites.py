@@ -28,6 +28,7 @@ from pyro_implicit.runtime.trees import leaves_of
 __all__ = [
     "FlatPriorStart",
     "Owned",
+    "QuietPriors",
     "Site",
     "attribute_name",
     "constrained_parts",
@@ -47,7 +48,6 @@ __all__ = [
     "names_in_plates_of",
     "owned_by",
     "put_into_store",
-    "quiet_prior",
     "site_parts",
     "survives",
     "unconstrained",
@@ -433,11 +433,26 @@ def is_close(again: Tensor, value: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def quiet_prior() -> Iterator[None]:
-    """Draw from a prior without torch's warning of a sound draw of a Wishart distribution."""
+def _quiet(fn: torch.distributions.Distribution) -> Iterator[None]:
+    """Hide torch's warning "Singular sample detected", which valid Wishart draws cause, too."""
+    if not isinstance(innermost(fn), torch.distributions.Wishart):
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Singular sample detected")
         yield
+
+
+class QuietPriors(Messenger):
+    """Draw from Wishart priors without torch's warning of singular samples.
+
+    ``catch_warnings`` around the whole model would let Python repeat the model's own warnings.
+    """
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is None and isinstance(innermost(msg["fn"]), torch.distributions.Wishart):
+            with _quiet(msg["fn"]):
+                msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
 
 
 class FlatPriorStart:
@@ -464,7 +479,7 @@ class FlatPriorStart:
     def __call__(self, site: Site) -> Tensor:
         site = self._in_its_plates(site)
         try:
-            with quiet_prior():
+            with _quiet(site["fn"]):
                 return self.init_loc_fn(site)
         except NotImplementedError:
             if not is_flat(site["fn"]):

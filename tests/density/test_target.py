@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -23,7 +25,7 @@ from torch.nn.functional import (
 )
 
 from pyro_implicit import AutoSemiImplicit
-from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.target import Target
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -350,6 +352,18 @@ def test_an_observation_of_some_runs_is_no_latent():
     torch.testing.assert_close(density.log_prob(x.unsqueeze(-1)), expected)
 
 
+def test_warnings_of_the_model_are_shown_once():
+    def careful():
+        warnings.warn("careful", stacklevel=1)
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        Target(careful).sample_prior(20)
+        trace_model(careful, (), {})
+    assert 1 <= len(caught) <= 2
+
+
 def noisy():
     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     pyro.factor("noise", x + 10 * torch.rand(()))
@@ -587,7 +601,9 @@ def test_a_wide_target_is_that_of_double_precision(is_closed_over):
 
     before, _ = error()
     assert before > 0.1
+    sibling = copy.copy(target)
     assert target.widen(points) and not target.widen(points)
+    assert not sibling.is_wide and sibling.transforms is not target.transforms
     value, slope = error()
     assert value < 1e-4 and slope < 1e-4
     draws = target.constrain(points)
