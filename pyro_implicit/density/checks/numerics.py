@@ -19,6 +19,7 @@ from pyro_implicit.density.checks.observations import (
     describe_nan,
     site_log_prob,
 )
+from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.density.policy import GRADIENTS, ROUNDING, RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
@@ -81,15 +82,25 @@ def blame(target: Target, points: Tensor) -> str:
         clauses.append(f"{who} at {found.total()} of {len(points)}: {reason}")
     if not clauses:
         return _blame_gradient(target, points)
+    others = target.init_loc, torch.zeros_like(target.init_loc)
     cure = "give the sites priors in whose range the data are possible"
     if all("TypeError" in clause for clause in clauses):  # no draw is to blame
         cure = describe_arrays(target.args, target.kwargs)[1]
     elif all(
         len(found) == 1 and found.total() == len(points) and "RuntimeError: " in next(iter(found))
         for found in reasons.values()
-    ):
-        cure = "correct the model: no values of its latent variables avoid this error"
+    ) and not any(_runs(target, one) for one in others):
+        number = len(points) + len(others)
+        cure = f"correct the model: none of the {number} vectors of latents tried avoids the error"
     return f"{'; '.join(clauses)}. Cure: {cure}"
+
+
+def _runs(target: Target, point: Tensor) -> bool:
+    try:
+        compute_log_prob(target.trace_at(point))
+    except Exception:  # of the model, of any kind
+        return False
+    return True
 
 
 def _blame_gradient(target: Target, points: Tensor) -> str:

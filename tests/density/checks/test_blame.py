@@ -334,7 +334,7 @@ def test_an_error_at_all_values_is_no_fault_of_the_draws():
 
     density = Target(model, x)
     density._runs.model.args = density.args = (x.double(),)
-    message = "at 3 of 3: it raises RuntimeError: .*Cure: correct the model: no values of"
+    message = "at 3 of 3: it raises RuntimeError: .*Cure: correct the model: none of the 5 vectors"
     assert re.search(message, blame(density, torch.zeros(3, 2)))
 
     def sometimes():
@@ -343,6 +343,8 @@ def test_an_error_at_all_values_is_no_fault_of_the_draws():
 
     found = blame(Target(sometimes), torch.tensor([[0.0], [9.0], [1.0]]))
     assert "at 1 of 3: it raises RuntimeError: too large. Cure: give the sites priors" in found
+    found = blame(Target(sometimes), torch.tensor([[9.0], [8.0]]))  # but not at init_loc
+    assert "at 2 of 2: it raises RuntimeError: too large. Cure: give the sites priors" in found
 
 
 def test_finite_points_are_not_blamed_on_the_gradient():
