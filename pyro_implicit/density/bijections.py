@@ -328,7 +328,7 @@ class InDouble(Transform):
 
     def _call(self, x: Tensor) -> Tensor:
         infinite = torch.full_like(x, math.inf)
-        # Rounded values must not reach the bounds, which torch keeps away from.
+        # Rounding must not go beyond the values that torch's bijection reaches in this precision.
         return self.base(x.double()).to(x).clamp(self.base(-infinite), self.base(infinite))
 
     def _inverse(self, y: Tensor) -> Tensor:
