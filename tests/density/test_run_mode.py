@@ -126,6 +126,22 @@ def test_derivatives_next_to_a_singular_matrix(function):
     torch.testing.assert_close(hessian[0], torch.tensor([[-2.0, 0.0], [0.0, -1.25]]))
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_derivatives_next_to_a_matrix_whose_transpose_alone_has_no_factor(is_transposed):
+    singular = torch.tensor([[0.63, 0.63], [0.54, 0.54]])  # its second pivot is rounded to 2e-8
+    assert torch.linalg.lu_factor_ex(singular.mT).info != torch.linalg.lu_factor_ex(singular).info
+    singular = singular.mT if is_transposed else singular
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("f", torch.logdet(singular + x * torch.eye(2)))
+
+    _, _, hessian = Target(model).derivatives(torch.tensor([[0.0], [1.0]]))
+    # log(x (x + 1.17)) - x^2 / 2
+    expected = torch.tensor(-1 - 1 / 2.17**2 - 1.0)
+    torch.testing.assert_close(hessian[1, 0, 0], expected)
+
+
 def test_a_scale_that_underflows():
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
