@@ -167,6 +167,7 @@ def _seed_gpus(device: torch.device | None, seed: int) -> None:
 
 
 _lock = threading.RLock()
+_is_inside = False  # of a function that runs in turn
 
 
 def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -186,14 +187,18 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     :param function: a function that runs models.
     :raises ValueError: by the function, if it is called inside a plate or a handler that changes
-        the model.
+        the model. Inside another such function, handlers may be those of this library.
     """
+    is_wrapper = next(iter(inspect.signature(function).parameters), "") == "model"
 
     @functools.wraps(function)
     def waiting(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        global _is_inside
         with _lock, torch.inference_mode(False):
             refuse_outer_plates(function.__name__)
-            refuse_outer_handlers(function.__name__)
+            if not _is_inside:
+                refuse_outer_handlers(function.__name__, is_wrapper)
+            was_inside, _is_inside = _is_inside, True
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
@@ -201,6 +206,8 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
                 if not hint:
                     raise
                 raise TypeError(hint) from error
+            finally:
+                _is_inside = was_inside
 
     return waiting
 
@@ -294,10 +301,11 @@ CHANGING = (
 )
 
 
-def refuse_outer_handlers(who: str) -> None:
-    """Check that no handler around a call changes the model, of which it would see some runs only.
+def refuse_outer_handlers(who: str, takes_model: bool = True) -> None:
+    """Check that no handler around a call changes the model: it would change some runs only.
 
     :param who: the function that is called, for the message.
+    :param takes_model: whether its first argument is a model, which the handler could wrap.
     :raises ValueError: naming handler and cure.
     """
     for handler in reversed(_PYRO_STACK):
@@ -307,9 +315,10 @@ def refuse_outer_handlers(who: str) -> None:
         if kind is not None:
             words = re.findall("[A-Z][a-z]+", kind.__name__.removesuffix("Messenger"))
             name = "poutine." + "_".join(words).lower()
+            wrap = f"wrap the model, as in {who}({name}(model, ...), ...)"
             raise ValueError(
                 f"{who} is called inside {name}, which would change only some runs of the model. "
-                f"Cure: wrap the model, as in {who}({name}(model, ...), ...)"
+                f"Cure: {wrap if takes_model else 'call it outside of the handler'}"
             )
 
 
@@ -317,7 +326,7 @@ def _hides_all(block: poutine.handlers.BlockMessenger) -> bool:
     site: Any = {"type": "sample", "name": "", "is_observed": False, "value": None, "infer": {}}
     try:
         return bool(block.hide_fn(site))
-    except Exception:  # of a function of the user that reads more
+    except Exception:  # a user's hide_fn may read other fields
         return False
 
 

@@ -386,6 +386,13 @@ def test_handlers_of_a_user_have_the_name_of_their_base():
         losses_of(torch.tensor(1.0))
 
 
+def test_a_block_that_cannot_be_asked_hides_nothing():
+    block = poutine.block(hide_fn=lambda site: site["fn"].has_rsample)
+    message = "inside poutine.scale, "
+    with poutine.scale(scale=0.5), block, pytest.raises(ValueError, match=message):
+        losses_of(torch.tensor(1.0))
+
+
 def test_handlers_around_fit_that_do_not_change_the_model_are_allowed():
     hidden = poutine.scale(scale=0.5), poutine.block()
     with ExitStack() as stack:
@@ -393,6 +400,23 @@ def test_handlers_around_fit_that_do_not_change_the_model_are_allowed():
             stack.enter_context(handler)
         result = fit(shifted, "auto", torch.tensor(1.0), seed=0, progress=False)
     assert result.sample(1000, seed=0)["x"].mean().item() == pytest.approx(1.5, abs=0.1)
+
+
+def test_results_inside_a_handler():
+    earlier = fit(shifted, "auto", torch.tensor(1.0), seed=0, progress=False)
+    message = r"sample is called inside poutine.scale, .*Cure: call it outside of the handler"
+    with poutine.scale(scale=0.5), pytest.raises(ValueError, match=message):
+        earlier.sample(1)
+
+    def later(y):
+        loc = earlier.sample(1, seed=0)["x"].squeeze()
+        pyro.sample("y", dist.Normal(pyro.sample("z", dist.Normal(loc, 1.0)), 1.0), obs=y)
+
+    y = torch.tensor(1.0)
+    found = fit(later, "auto", y, seed=0, progress=False).sample(1000, seed=0)
+    loc = earlier.sample(1, seed=0)["x"].item()
+    assert list(found) == ["z"]
+    assert found["z"].mean().item() == pytest.approx((loc + 1) / 2, abs=0.1)
 
 
 def test_threads_take_turns():
