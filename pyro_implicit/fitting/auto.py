@@ -392,7 +392,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     with single_thread(target is not None and (is_divided or target.is_small)):
         result = _fit_target(stages, target, refine)
         result.in_double = target is not None and target.is_wide
-        if not (target is None or target.is_wide or isinstance(stages.model, NetworkModel)):
+        if not (target is None or isinstance(stages.model, NetworkModel)):
             try:
                 result.known = _known_points(result, target, stages.policy.change)
             except KeyboardInterrupt:

@@ -55,7 +55,7 @@ from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
-from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
+from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts, warn_user
 from pyro_implicit.runtime.processes import common_seed, num_processes
 from pyro_implicit.runtime.progress import Callback, Stage, new_stage
 from pyro_implicit.runtime.sites import unplated_as_events
@@ -234,8 +234,11 @@ class Fit(Printed):
         with seeded(0, device):  # a loaded result, too, repeats its draws
             model = self._in_coordinates(self.model)
             target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
-            if self.in_double:
-                target.widen(target.init_loc.unsqueeze(0))
+            if self.in_double and not target.widen(target.init_loc.unsqueeze(0)):
+                warn_user(
+                    "the model ran in float64 in fit, but now fails in it, so that it runs in "
+                    "float32, with rounding errors. Cure: the model and the data of the fit"
+                )
             return target
 
     @property

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
 from pyro_implicit import fit
 from pyro_implicit.density import Target, find_modes
@@ -102,6 +103,10 @@ def test_single_precision_stands_still_in_a_wide_interval():
     transform = target.transforms["mu"]
     log_det = transform.log_abs_det_jacobian(draws, values)
     torch.testing.assert_close(log_det, torch.full((32,), 2 * math.log(5e6)))
+    points = torch.tensor([[3.3, -7.7], [0.0, 0.0]]).double()  # of single precision
+    found = transform.log_abs_det_jacobian(points.float(), points)  # computed in double precision
+    exact = (points.sigmoid() * (-points).sigmoid()).log().sum(-1)
+    torch.testing.assert_close(found.diff(), exact.diff(), rtol=0, atol=1e-9)
     ends = transform(torch.tensor([[-200.0, 200.0]]))
     assert (ends > -1e7).sum() == 1 and (ends < 1e7).sum() == 2 and ends.dtype == torch.float32
     assert torch.equal(pickle.loads(pickle.dumps(transform))(draws), values)
@@ -138,6 +143,19 @@ def test_fit_finds_the_mass_near_a_bound(tmp_path):
     loaded = Fit.load(tmp_path / "result", near_one)
     assert loaded.target.is_wide and result.target.is_wide
     assert torch.equal(loaded.sample(100, seed=0)["p"], result.sample(100, seed=0)["p"])
+    changed = Fit.load(tmp_path / "result", poutine.scale(near_one, scale=2.0))
+    with pytest.raises(ValueError, match="log-density at a draw was"):
+        _ = changed.target
+
+
+def test_a_model_that_no_longer_runs_in_double_precision():
+    def mixed():
+        p = pyro.sample("p", dist.Beta(10.1, 0.1))
+        pyro.factor("f", (torch.eye(1) @ p.reshape(1)).sum())
+
+    result = Fit(source=(mixed, (), {}), in_double=True)
+    with pytest.warns(UserWarning, match="the model ran in float64 in fit.*Cure: "):
+        assert not result.target.is_wide
 
 
 def test_equal_points_come_back():
