@@ -83,6 +83,7 @@ NEEDED = {
     # The counter of changes in place that "Autograd mechanics" describes.
     ("compiled/recorder.py", "_version"),
     ("compiled/program.py", "_version"),
+    ("distributions/implicit.py", "_version"),
     # Lookups of these dictionaries see a replaced parameter; attributes of a PyroModule draw.
     ("compiled/program.py", "_parameters"),
     ("compiled/program.py", "_buffers"),
