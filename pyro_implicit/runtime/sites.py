@@ -48,6 +48,7 @@ __all__ = [
     "names_in_plates_of",
     "owned_by",
     "put_into_store",
+    "quiet_prior",
     "site_parts",
     "survives",
     "unconstrained",
@@ -433,11 +434,8 @@ def is_close(again: Tensor, value: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet(fn: torch.distributions.Distribution) -> Iterator[None]:
+def quiet_prior() -> Iterator[None]:
     """Hide torch's warning "Singular sample detected", which valid Wishart draws cause, too."""
-    if not isinstance(innermost(fn), torch.distributions.Wishart):
-        yield
-        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Singular sample detected")
         yield
@@ -451,7 +449,7 @@ class QuietPriors(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is None and isinstance(innermost(msg["fn"]), torch.distributions.Wishart):
-            with _quiet(msg["fn"]):
+            with quiet_prior():
                 msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
 
 
@@ -479,7 +477,8 @@ class FlatPriorStart:
     def __call__(self, site: Site) -> Tensor:
         site = self._in_its_plates(site)
         try:
-            with _quiet(site["fn"]):
+            is_wishart = isinstance(innermost(site["fn"]), torch.distributions.Wishart)
+            with quiet_prior() if is_wishart else contextlib.nullcontext():
                 return self.init_loc_fn(site)
         except NotImplementedError:
             if not is_flat(site["fn"]):
