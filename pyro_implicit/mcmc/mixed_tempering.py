@@ -24,7 +24,7 @@ from pyro_implicit.mcmc.kernels import hmc
 from pyro_implicit.mcmc.mixed_chains import MixedChains, mixed_frame
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import MixedSpace
-from pyro_implicit.mcmc.stopping import Tracker
+from pyro_implicit.mcmc.stopping import OutOfTime, Tracker
 from pyro_implicit.mcmc.tempering import Annealed, Cloud, Evaluated, join_clouds
 from pyro_implicit.runtime.sites import is_data, is_flat, is_latent
 
@@ -126,7 +126,7 @@ class _Particles:
         """Move new particles from the prior to the posterior.
 
         :raises ValueError: if the likelihood is 0 at all of them.
-        :raises TimeoutError: if chains stay the result, and no time is left.
+        :raises OutOfTime: if chains stay the result, and no time is left.
         """
         limits, points = self.plan.policy.tempering, self.space.target.sample_prior(number)
         number, power = len(points), 0.0
@@ -135,7 +135,7 @@ class _Particles:
         cloud = Cloud(_at(points), even, origin, torch.zeros_like(origin))
         while power < 1:
             if self.plan.anneals_apart and self._is_late():
-                raise TimeoutError("annealing has not reached the posterior in time")
+                raise OutOfTime
             ratio = self.space.log_likelihood(cloud.here.points).double()
             lost = ~ratio.isfinite()
             if not cloud.log_weights[~lost].isfinite().any():

@@ -35,7 +35,7 @@ from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.refined import Refined, collect, collect_annealed
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, space_of, start_chains
 from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
-from pyro_implicit.mcmc.stopping import Quantities, Tracker
+from pyro_implicit.mcmc.stopping import OutOfTime, Quantities, Tracker
 from pyro_implicit.mcmc.tempering import temper as temper_modes
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import (
@@ -362,7 +362,7 @@ def _walk(plan: ChainSetup, space: Space, chains: WindowedChains, file: Checkpoi
     chains.ends_apart = False  # chains that go on are not annealed again
     if ends_apart:
         # The chains stay if no draw of the prior is possible, or no time is left.
-        with suppress(TimeoutError, *IMPOSSIBLE):
+        with suppress(OutOfTime, *IMPOSSIBLE):
             annealed = _anneal_near(plan, chains)
             if annealed is not None:
                 return annealed

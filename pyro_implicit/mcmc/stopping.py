@@ -19,7 +19,21 @@ from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.trees import leaves_by_path, leaves_of
 
-__all__ = ["Drift", "Quantities", "Tracked", "Tracker", "drift", "open_errors", "pooled", "tracked"]
+__all__ = [
+    "Drift",
+    "OutOfTime",
+    "Quantities",
+    "Tracked",
+    "Tracker",
+    "drift",
+    "open_errors",
+    "pooled",
+    "tracked",
+]
+
+
+class OutOfTime(Exception):
+    """Annealing has not reached the posterior in time."""
 
 
 class Tracked(NamedTuple):

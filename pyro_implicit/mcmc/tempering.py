@@ -26,7 +26,7 @@ from pyro_implicit.mcmc.kernels import hmc
 from pyro_implicit.mcmc.policy import DEFAULT, MODES_SHOWN, StoppingPolicy, TemperingPolicy
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
-from pyro_implicit.mcmc.stopping import Drift, Tracker, pooled
+from pyro_implicit.mcmc.stopping import Drift, OutOfTime, Tracker, pooled
 from pyro_implicit.ops.annealing import NormalMixture, next_power, stratified_errors
 from pyro_implicit.ops.ensemble_hmc import ChainState, chosen
 from pyro_implicit.ops.importance_weights import systematic
@@ -461,7 +461,7 @@ def join_clouds(
                     raise
                 stopped = "interrupted"
                 break
-            except TimeoutError:
+            except OutOfTime:
                 if joined is None:
                     raise
                 stopped = "max_seconds" if plan.limit.is_over() else "max_gradients"
