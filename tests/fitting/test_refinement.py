@@ -117,13 +117,15 @@ def test_a_gaussian_that_is_near_is_trained():
     assert "injective" in [stage.name for stage in result.stages]
 
 
+@pytest.mark.filterwarnings("ignore:fit's chains stopped at")
 def test_compile_reaches_trainings_and_chains(monkeypatch):
     def run(compile):
         recorded.clear()
         pyro.clear_param_store()
-        guide = AutoNormal(correlated)
-        y = torch.tensor(1.5)
-        return fit(correlated, guide, y, refine=True, num_steps=30, compile=compile, **QUIET)
+        guide, y = AutoNormal(correlated), torch.tensor(1.5)
+        budget = replace(SHORT, most_gradients=50, least_gradients=50)
+        options = {"policy": FitPolicy(budget=budget), "num_steps": 30, "refine": True, **QUIET}
+        return fit(correlated, guide, y, compile=compile, **options)
 
     recorded = []
     for module in (recording, cost):
@@ -280,7 +282,7 @@ def test_parameters_of_a_model_train_with_the_rough_guide():
             pyro.sample("y", dist.StudentT(5.0, x, 1.0), obs=y)
 
     y = 3.0 + torch.randn(101)
-    policy = FitPolicy(budget=replace(BudgetPolicy(), chain_seconds=1e-3, patient_seconds=0.0))
+    policy = FitPolicy(budget=replace(SHORT, most_gradients=50, least_gradients=50))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = fit(learnt, "auto", y, num_steps=300, policy=policy, **QUIET)
