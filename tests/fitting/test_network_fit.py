@@ -42,8 +42,8 @@ POLICY = NetworkPolicy(
     cost_ratio=1.0,
     compiled_seconds=math.inf,
 )
-#: The same with a shorter training and shorter chains.
-SHORT = replace(POLICY, training_seconds=0.1, most_gradients=200)
+#: The same with shorter chains.
+SHORT = replace(POLICY, most_gradients=200)
 
 
 @pytest.fixture(scope="module")
