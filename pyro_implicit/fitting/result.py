@@ -182,7 +182,7 @@ class Fit(Printed):
         >>> def model(y):
         ...     scale = pyro.param("scale", torch.tensor(1.0))
         ...     pyro.sample("x", dist.Normal(y, scale))
-        >>> result = fit(model, "auto", torch.tensor(0.0), seed=0, progress=False)
+        >>> result = fit(model, "auto", torch.tensor(0.0), num_steps=100, seed=0, progress=False)
         >>> learnt = pyro.param("scale").item()
         >>> pyro.param("scale").data.fill_(9.0)
         tensor(9.)

@@ -394,7 +394,7 @@ def fit_simulator(
     ...     rate = pyro.sample("rate", dist.Normal(0.0, 1.0))
     ...     pyro.sample("y", dist.Delta(simulate(rate), event_dim=1), obs=y)
     >>> y = torch.tensor([1.0, 0.5, 1.5])
-    >>> policy = SimulatorPolicy(num_networks=1, width=32, num_steps=500)  # for speed
+    >>> policy = SimulatorPolicy(num_networks=1, width=32, num_steps=200)  # for speed
     >>> options = {"num_simulations": 1000, "policy": policy, "seed": 0, "progress": False}
     >>> result = fit_simulator(model, y, **options)
     >>> f"{result.sample(1000)['rate'].mean():.0f}"  # 3 / (3 + 1 / 4) = 0.92

@@ -87,17 +87,16 @@ def bent_fit(correction, **options):
     return fit(bent, "auto", seed=0, num_steps=100, policy=policy, refine="auto", progress=False)
 
 
-@pytest.mark.parametrize("first_look", [20, 23])
-def test_training_ends_once_weights_are_even(first_look):
+def test_training_ends_once_weights_are_even():
+    first_look = 23
     result = bent_fit(CorrectionPolicy(), first_look=first_look)
     assert len(result.losses) in (first_look, 2 * first_look, 4 * first_look)
     assert result.correction > 0.9 and result.stages[-1].name == "correct"
 
 
-@pytest.mark.parametrize("max_khat, near", [(-1.0, 0.9), (0.7, 1.0)])
-def test_training_goes_on_if_weights_are_uneven(max_khat, near, monkeypatch):
-    monkeypatch.setattr("pyro_implicit.fitting.policy.RELIABLE_KHAT", max_khat)
-    result = bent_fit(CorrectionPolicy(even=1.0, near=near), max_gap=0.0)
+def test_training_goes_on_if_weights_are_uneven(monkeypatch):
+    monkeypatch.setattr("pyro_implicit.fitting.policy.RELIABLE_KHAT", -1.0)
+    result = bent_fit(CorrectionPolicy(even=1.0), max_gap=0.0)
     assert len(result.losses) == 100
 
 

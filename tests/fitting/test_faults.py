@@ -136,7 +136,7 @@ def test_a_component_that_fails_stays_a_gaussian(monkeypatch):
 @pytest.mark.parametrize("model", [funnel, two_modes])
 def test_no_training_ends_below_its_start(model):
     """Steps so large that they lead away."""
-    result = quick(model, num_steps=30, lr=30.0)
+    result = quick(model, num_steps=30, lr=30.0, policy=FEW)
     start = result.bounds["gaussian"]
     assert result.bounds[result.chosen] >= start - 0.001
     assert math.isfinite(start)

@@ -280,7 +280,8 @@ def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrup
         return SimpleNamespace(get_samples=lambda: draws, **known)
 
     monkeypatch.setattr(passes, "refine_target", refine_target)
-    policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))  # weights never suffice
+    quick = {"num_starts": 1, "search_rounds": 1, "num_weighed": (32, 32)}
+    policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0, **quick))  # weights never suffice
     options = {"amortize": "conditional", "seed": 0, "progress": False, "policy": policy}
     expected = contextlib.nullcontext()
     if not is_interrupted:
@@ -425,7 +426,7 @@ def test_inexact_integrals_are_named():
     y[::3] = 5.0
     # Of so inexact a density the weights are uneven by chance; chains are of no interest here.
     coarse = {"num_nodes": (2, 3), "max_shift": 1e-3, "least_effective": 1.0, "max_khat": math.inf}
-    coarse |= {"num_weighed": (32, 64), "num_samples": 64}
+    coarse |= {"num_weighed": (32, 64), "num_samples": 64, "max_passes": 3}
     policy = FitPolicy(hierarchy=replace(QUICK.hierarchy, **coarse))
     with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
         fit(

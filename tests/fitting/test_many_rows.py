@@ -14,7 +14,7 @@ import torch
 from pyro_implicit import fit
 from pyro_implicit.density.pass_target import WholeTarget
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting import FitPolicy, many_rows_fit, passes, stages
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, many_rows_fit, passes, stages
 from pyro_implicit.fitting.policy import ManyRowsPolicy
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 
@@ -22,6 +22,11 @@ QUIET = {"seed": 0, "progress": False}
 NUM_ROWS, DIM = 1200, 4
 POLICY = ManyRowsPolicy(num_starts=2, search_rounds=1, num_pilot=300)
 QUICK = FitPolicy(many_rows=POLICY)
+#: The same with few gradients of chains.
+SHORT = replace(
+    QUICK,
+    budget=BudgetPolicy(most_gradients=50, least_gradients=50, patience=1, patient_seconds=0.0),
+)
 
 
 def data():
@@ -108,8 +113,9 @@ def test_uneven_weights_lead_to_chains():
     assert result.draws is None and result.modes is not None and result.num_modes == 1
 
 
+@pytest.mark.filterwarnings("ignore:fit's chains stopped at")
 def test_chains_that_are_asked_for_follow():
-    result = fit(linear, "auto", *data(), refine=True, policy=QUICK, **QUIET)
+    result = fit(linear, "auto", *data(), refine=True, policy=SHORT, **QUIET)
     assert result.refined is not None and result.draws is None
 
 

@@ -233,9 +233,7 @@ def names_after_few_gradients(
     return found, names
 
 
-@pytest.mark.parametrize(
-    ("verdict", "y"), [("check", FEW), ("do not trust", FEW), ("do not trust", FEW[:5])]
-)
+@pytest.mark.parametrize(("verdict", "y"), [("check", FEW), ("do not trust", FEW[:5])])
 def test_integration_replaces_chains_that_end_before_convergence(
     verdict: str, y: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

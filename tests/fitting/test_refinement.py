@@ -32,6 +32,8 @@ from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
 
 QUIET = {"seed": 0, "progress": False}
+#: Chains of 400 gradients, whether or not they converge.
+SHORT = BudgetPolicy(most_gradients=400, least_gradients=400, patience=1, patient_seconds=0.0)
 
 
 def correlated(y):
@@ -115,13 +117,15 @@ def test_a_gaussian_that_is_near_is_trained():
     assert "injective" in [stage.name for stage in result.stages]
 
 
+@pytest.mark.filterwarnings("ignore:fit's chains stopped at")
 def test_compile_reaches_trainings_and_chains(monkeypatch):
     def run(compile):
         recorded.clear()
         pyro.clear_param_store()
-        guide = AutoNormal(correlated)
-        y = torch.tensor(1.5)
-        return fit(correlated, guide, y, refine=True, num_steps=30, compile=compile, **QUIET)
+        guide, y = AutoNormal(correlated), torch.tensor(1.5)
+        budget = replace(SHORT, most_gradients=50, least_gradients=50)
+        options = {"policy": FitPolicy(budget=budget), "num_steps": 30, "refine": True, **QUIET}
+        return fit(correlated, guide, y, compile=compile, **options)
 
     recorded = []
     for module in (recording, cost):
@@ -278,7 +282,7 @@ def test_parameters_of_a_model_train_with_the_rough_guide():
             pyro.sample("y", dist.StudentT(5.0, x, 1.0), obs=y)
 
     y = 3.0 + torch.randn(101)
-    policy = FitPolicy(budget=replace(BudgetPolicy(), chain_seconds=1e-3, patient_seconds=0.0))
+    policy = FitPolicy(budget=replace(SHORT, most_gradients=50, least_gradients=50))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = fit(learnt, "auto", y, num_steps=300, policy=policy, **QUIET)
@@ -379,7 +383,7 @@ def test_the_rough_guide_of_a_long_walk_trains():
     """With a scale of .1 and a first step of .05, losses are infinite or not numbers."""
     pyro.set_rng_seed(3)
     y = 0.5 * torch.randn(2500)
-    result = train_roughly(random_walk, y, num_steps=600)
+    result = train_roughly(random_walk, y, num_steps=300)
     losses = torch.tensor(result.losses)
     assert losses.isfinite().all()
     assert losses[-50:].median() < 0.9 * losses[0]
@@ -633,7 +637,8 @@ def test_chains_at_the_last_number_below_a_bound_run_again_in_float64():
 
 
 def test_draws_that_no_dtype_resolves_are_doubted():
+    policy = FitPolicy(budget=replace(SHORT, search_seconds=0.0))
     with pytest.warns(UserWarning, match="draws of 'p' lie nearer .*float64.*Cure: integrate"):
-        result = fit(rising_to_one, "auto", 0.05, refine=True, **QUIET)
+        result = fit(rising_to_one, "auto", 0.05, refine=True, policy=policy, **QUIET)
     found = result.diagnose(num_transitions=0, modes=None)
     assert found.verdict != "trust" and "mass beyond is lost" in str(found)
