@@ -161,7 +161,8 @@ def test_a_callback_may_use_the_library():
 
         def on_stage(self, stage):
             fit(model, seed=1, num_steps=2, refine=False, policy=FEW, progress=False)
-            self.found = diagnose(model, AutoNormal(model), num_samples=100, progress=False)
+            options = {"num_transitions": 0, "modes": None, "progress": False}
+            self.found = diagnose(model, AutoNormal(model), num_samples=100, **options)
 
     look, record = Look(), Record()
     train_normal(callbacks=[look, record])

@@ -232,9 +232,10 @@ def _one_search(found_frames, monkeypatch) -> None:
     """All guides with frame="auto" get the same frame of the same model: search for it once."""
 
     def search(model: Callable, init_loc_fn: Callable, device: torch.device, *args) -> Frame | None:
-        if not isinstance(model, Model) or device.type != "cpu":
+        own = getattr(model, "args", [model])[-1]  # the guide has put a handler around it
+        if not isinstance(own, Model) or device.type != "cpu":
             return find_frame(model, init_loc_fn, device, *args)
-        dtype = model.y.dtype
+        dtype = own.y.dtype
         if dtype not in found_frames:
             found_frames[dtype] = find_frame(model, init_loc_fn, device, *args)
         return found_frames[dtype]

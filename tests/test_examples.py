@@ -9,10 +9,14 @@ import runpy
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyro
 import pytest
+
+from pyro_implicit.diagnostics import distances
+from pyro_implicit.guides import auto_implicit
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {
@@ -37,6 +41,10 @@ def run(
 
     def run(script: str, *arguments: str) -> str:
         monkeypatch.chdir(tmp_path)
+        # A search and intervals take most of the time of such short runs.
+        monkeypatch.setattr(auto_implicit, "find_frame", lambda *args: None)
+        few = replace(distances.DISTANCES, num_bootstrap=10)
+        monkeypatch.setattr(distances, "DISTANCES", few)
         path = str(ROOT / "examples" / script)
         monkeypatch.setattr(sys, "argv", [path, *arguments, "--out", str(tmp_path)])
         runpy.run_path(path, run_name="__main__")

@@ -37,10 +37,11 @@ SHORT = replace(
     ),
     choice=replace(FitPolicy().choice, num_weighed=100),
     correction=replace(
-        FitPolicy().correction, num_weighed=100, num_weighed_again=100, least_proposals=100
+        FitPolicy().correction, num_weighed=100, num_weighed_again=100, least_proposals=100,
+        oversampling=1,
     ),
     hierarchy=HierarchyPolicy(
-        num_pilot=50, num_starts=1, search_rounds=1, search_iterations=5,
+        num_pilot=50, num_starts=1, search_rounds=1, search_iterations=2,
         num_weighed=(32, 64), num_samples=64,
         max_khat=math.inf, least_effective=0.0,  # tests/fitting/test_hierarchy.py runs the chains
     ),
@@ -105,6 +106,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         "diagnose",
         within(diagnose, **quick),
     )
+    patch(Fit, "diagnose", num_samples=100)
     for name in ("check_prior_predictive", "check_posterior_predictive"):
         patch(Fit, name, num_samples=50)
     # Chains with such budgets stay apart.

@@ -10,12 +10,17 @@ import pkgutil
 import re
 import subprocess
 import sys
-from functools import partial
+from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 
+import pyro.infer
 import pytest
 
 import pyro_implicit
+from pyro_implicit.diagnostics import distances
+from pyro_implicit.fitting import Fit
+from pyro_implicit.guides import auto_implicit
 
 ROOT = Path(__file__).parents[1]
 MODULES = ["pyro_implicit"] + [
@@ -103,9 +108,17 @@ def test_version_is_told_once() -> None:
 
 def test_readme_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks of the README form one program; here with few steps and draws."""
-    monkeypatch.setattr(pyro_implicit, "diagnose", partial(pyro_implicit.diagnose, num_samples=200))
-    short = partial(pyro_implicit.refine, num_chains=32, max_gradients=200)
-    monkeypatch.setattr(pyro_implicit, "refine", short)
+    quick = {"num_samples": 200, "num_transitions": 2, "modes": None}
+    for owner, name, budget in (
+        (Fit, "diagnose", quick),
+        (pyro_implicit, "diagnose", quick),
+        (pyro_implicit, "refine", {"num_chains": 32, "max_gradients": 200}),
+        (pyro.infer, "NUTS", {"max_tree_depth": 2}),
+    ):
+        limited = partialmethod if owner is Fit else partial
+        monkeypatch.setattr(owner, name, limited(getattr(owner, name), **budget))
+    monkeypatch.setattr(auto_implicit, "find_frame", lambda *args: None)
+    monkeypatch.setattr(distances, "DISTANCES", replace(distances.DISTANCES, num_bootstrap=10))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     program = "".join(blocks)

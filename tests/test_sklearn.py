@@ -198,7 +198,7 @@ def test_constant_columns_and_targets() -> None:
 
 @pytest.mark.parametrize(
     ("value", "noise"),
-    [(0.0, None), (-1e9, None), (1e-6, None), (1e-6, "heteroscedastic"), (-1e9, 0.1)],
+    [(0.0, None), (1e-6, "heteroscedastic"), (-1e9, 0.1)],
 )
 def test_networks_of_a_constant_target(value: float, noise: Any) -> None:
     X, _ = line()

@@ -134,7 +134,7 @@ def test_a_killed_run_continues_to_the_same_result(few_draws, tmp_path, monkeypa
         "--methods",
         "InjectiveELBO",
         "--steps",
-        "40",
+        "20",
         "--hidden",
         "8",
     ]
@@ -144,16 +144,16 @@ def test_a_killed_run_continues_to_the_same_result(few_draws, tmp_path, monkeypa
     def killed(self, path) -> None:
         save(self, path)
         saved.append(len(self.state.losses))
-        if len(saved) == 30:
+        if len(saved) == 15:
             raise SystemExit
 
     monkeypatch.setattr(TrainingCheckpoint, "save", killed)
     resumed = tmp_path / "resumed.jsonl"
     with pytest.raises(SystemExit):
         call(resumed, "--runs", str(tmp_path / "b"), *words)
-    assert saved[-1] == 30 and not resumed.exists()
+    assert saved[-1] == 15 and not resumed.exists()
     (found,) = call(resumed, "--runs", str(tmp_path / "b"), *words)
-    assert saved[30:] == list(range(31, 41))  # nothing was repeated
+    assert saved[15:] == list(range(16, 21))  # nothing was repeated
     assert found["sw2"] == exact["sw2"] and found["histogram"] == exact["histogram"]
 
 

@@ -63,7 +63,7 @@ def test_the_exact_correlation_of_the_logistic_posterior():
     assert correlation.item() == pytest.approx(implicit_toys.LOGISTIC_CORRELATION, abs=5e-4)
 
 
-def test_script(tmp_path, capsys, monkeypatch):
+def test_script(no_search, few_resamples, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(implicit_toys, "NUTS", partial(implicit_toys.NUTS, max_tree_depth=3))
     out = tmp_path / "toys.jsonl"
     out.write_text('{"toy": "mixture", "method": "old"}\n')

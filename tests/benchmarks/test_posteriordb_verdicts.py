@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ def test_one_mode_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     fits = []
     monkeypatch.setattr(verdicts, "gaussian_guide", fails)
+    quick = {"num_samples": 500, "num_transitions": 0, "modes": None}
+    monkeypatch.setattr(verdicts, "diagnose", partial(verdicts.diagnose, **quick))
     monkeypatch.setattr(verdicts, "fit", lambda *_, **__: fits.append(1) or Fit(Fake()))
     records = call(tmp_path / "out.jsonl", "--posteriors", "gaussian")
     assert [guide for _, guide in records] == ["laplace", "mean-field", "one mode", "fit"]

@@ -321,8 +321,7 @@ def test_later_rounds_begin_near_the_origin_too(monkeypatch):
     assert seen[:2] == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_covariate_that_overflows_near_the_origin(seed):
+def test_a_covariate_that_overflows_near_the_origin():
     dose = torch.tensor([0.0, 10, 33, 100, 333, 1000])
     y = torch.tensor([22.0, 18, 26, 33, 35, 33])
 
@@ -330,7 +329,6 @@ def test_a_covariate_that_overflows_near_the_origin(seed):
         a, b = (pyro.sample(name, dist.Normal(0.0, 1000.0)) for name in "ab")
         pyro.sample("y", dist.Poisson((a + b * dose).exp()).to_event(1), obs=y)
 
-    pyro.set_rng_seed(seed)
     modes = find_modes(Target(model))
     assert len(modes.loc) == 1
     score = (y - (modes.loc[0, 0] + modes.loc[0, 1] * dose).exp()) @ torch.stack([dose**0, dose], 1)

@@ -500,26 +500,6 @@ def test_all_copies_of_a_mixture_have_draws():
     assert found.value == pytest.approx(expected, abs=0.02) and found.standard_error < 0.01
 
 
-def test_signs_of_whole_sites():
-    """Moments and evidence by quadrature; the two copies of the mode are far apart."""
-    y = torch.tensor([1.5, -1.0])
-    result = fit(product, "auto", y, seed=0, progress=False)
-    assert result.num_modes == 1 and "reflections of 'a' and 'b' as a whole" in str(result)
-    grid = torch.linspace(-8, 8, 2001, dtype=torch.float64)
-    log_prior = dist.Normal(0.0, 1.0).log_prob(grid) + math.log(16 / 2000)
-    means = grid.unsqueeze(-1) * grid  # of a and of one b
-    log_joint = torch.stack([dist.Laplace(means, 0.2).log_prob(one) + log_prior for one in y])
-    log_of_a = log_joint.logsumexp(-1).sum(0) + log_prior
-    of_a, of_b = log_of_a.softmax(0), log_joint.softmax(-1)
-    draws = result.sample(20_000)
-    a, b = draws["a"].double(), draws["b"].double()
-    assert torch.allclose(b.mean(0), torch.zeros(2).double(), atol=0.05)
-    assert a.mean().item() == pytest.approx(0.0, abs=0.05)
-    assert a.square().mean().item() == pytest.approx((of_a * grid.square()).sum().item(), rel=0.04)
-    expected = (of_a * (of_b * means).sum(-1)).sum(-1)
-    assert torch.allclose((a.unsqueeze(-1) * b).mean(0), expected, atol=0.02)
-
-
 def test_signs_of_any_two_of_three_factors():
     """Moments by quadrature; four copies of the mode are far apart."""
     y = torch.tensor(8.0)
@@ -539,28 +519,6 @@ def test_signs_of_any_two_of_three_factors():
         assert draws[name].square().mean().item() == pytest.approx(expected.item(), rel=0.04)
     log_mass = (2 * weight.sum() * 0.01 * 0.005).log().item()  # of both signs of c
     assert log_evidence(result).value == pytest.approx(log_mass, abs=0.03)
-
-
-def test_all_orders_of_a_loop_have_draws():
-    """Conjugate normals in a loop: moments of all orders, and the evidence."""
-
-    def model(y):
-        locs = [pyro.sample(f"loc_{k}", dist.Normal(0.0, 30.0)) for k in range(5)]
-        parts = dist.Normal(torch.stack(locs, -1).unsqueeze(-2), 1.0)
-        weights = dist.Categorical(torch.ones(5))
-        pyro.sample("y", dist.MixtureSameFamily(weights, parts).to_event(1), obs=y.flatten())
-
-    result = fit(model, "auto", Y, seed=0, progress=False)
-    variance = 1 / (2 + 1 / 900)
-    means = Y.sum(-1) * variance
-    draws = result.sample(10_000)
-    locs = torch.stack([draws[f"loc_{k}"] for k in range(5)], -1)
-    sd = means.std(correction=0)
-    assert ((locs.mean(0) - means.mean()).abs() < 4 * sd / 100).all()
-    assert torch.allclose(locs.sort(-1).values.mean(0), means, atol=0.04)
-    of_pair = dist.MultivariateNormal(torch.zeros(2), torch.eye(2) + 900)
-    expected = of_pair.log_prob(Y).sum().item() + 10 * math.log(0.2) + math.lgamma(6)
-    assert log_evidence(result).value == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.parametrize("height", [20.0, -20.0])

@@ -77,10 +77,8 @@ def test_the_posterior_is_trusted():
 @pytest.mark.parametrize(
     ("width", "verdicts"),
     [
-        (0.9, {"check"}),
-        (1.1, {"check"}),
-        (0.7, {"do not trust"}),
-        (1.35, {"do not trust"}),
+        (0.9, {"check"}),  # test_a_policy_moves_the_limits has a width of 1.15
+        (1.35, {"do not trust"}),  # test_report has one of 0.5
     ],
 )
 def test_wrong_widths(width, verdicts, seed):
@@ -402,10 +400,9 @@ def two_modes():
     pyro.sample("x", Mixture(dist.Categorical(torch.tensor([0.7, 0.3])), normal))
 
 
-@pytest.mark.parametrize("component", [0, 1])
-def test_a_lost_mode_is_found(component):
+def test_a_lost_mode_is_found():
     def guide():
-        pyro.sample("x", dist.Normal(LOCS[component].double(), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(LOCS[0].double(), 1.0).to_event(1))
 
     pyro.set_rng_seed(1)  # 0 is one of the 1 % that are found guilty by chance
     alone = diagnose(two_modes, guide, modes=None)
@@ -417,10 +414,10 @@ def test_a_lost_mode_is_found(component):
     assert found.coverage.uncovered.sum() == 1 and len(found.coverage.mass) == 2
     assert "1 of 2 without draws" in str(found)
     assert "no draws at a mode" in str(found) and "a mixture of guides" in found.cures[0]
-    given = diagnose(two_modes, guide, modes=LOCS.double()).coverage
-    assert given.uncovered.tolist() == [component == 1, component == 0]
-    lost = given.mass[1 - component].item()
-    assert lost == pytest.approx((0.3, 0.7)[component], abs=0.01)
+    given = diagnose(two_modes, guide, modes=LOCS.double(), num_transitions=0).coverage
+    assert given.uncovered.tolist() == [False, True]
+    lost = given.mass[1].item()
+    assert lost == pytest.approx(0.3, abs=0.01)
     assert lost == pytest.approx(found.coverage.mass[found.coverage.uncovered].item(), abs=1e-6)
 
 
@@ -463,13 +460,11 @@ def test_a_mode_out_of_the_priors_reach_is_lost():
     assert found.verdict == "trust" and len(found.coverage.mass) == 1
 
 
-@pytest.mark.parametrize("seed", [0])
-@pytest.mark.parametrize("sd", [1.5, 3.0])
-def test_a_funnel_lacks_no_mode(sd, seed):
+def test_a_funnel_lacks_no_mode():
     """The search ends at a Gaussian that is no mode."""
-    pyro.set_rng_seed(seed)
+    pyro.set_rng_seed(0)
 
-    def funnel(loc=0.0, scale=sd):
+    def funnel(loc=0.0, scale=3.0):
         v = pyro.sample("v", dist.Normal(loc, scale))
         with pyro.plate("coordinates", 9):
             pyro.sample("x", dist.Normal(0.0, torch.exp(v / 2)))
@@ -477,21 +472,21 @@ def test_a_funnel_lacks_no_mode(sd, seed):
     found = diagnose(funnel, funnel)
     assert found.verdict == "trust" and not found.coverage.uncovered.any()
     # The draws there make the difference: a guide far up in the mouth has none.
-    mouth = diagnose(funnel, lambda: funnel(3 * sd, 0.1))
+    mouth = diagnose(funnel, lambda: funnel(9.0, 0.1), num_transitions=0)
     assert mouth.coverage.uncovered.all()
 
 
 def test_the_search_leaves_the_random_stream_alone():
-    found, states = [], []
+    found, states, options = [], [], {"num_samples": 200, "num_transitions": 2}
     for modes in (None, "search"):
         guide = exact_guide()
         pyro.set_rng_seed(0)
-        found.append(diagnose(gaussian, guide, num_samples=200, modes=modes))
+        found.append(diagnose(gaussian, guide, modes=modes, **options))
         states.append(torch.get_rng_state())
     without, searched = found
     assert searched.coverage is not None and states[0].equal(states[1])
     assert (without.bound, without.drift) == (searched.bound, searched.drift)
-    again = diagnose(gaussian, exact_guide(), num_samples=200, modes=None)
+    again = diagnose(gaussian, exact_guide(), modes=None, **options)
     assert again.bound != searched.bound
 
 
@@ -550,7 +545,8 @@ def test_semi_implicit_guides():
 
 def test_a_fitted_semi_implicit_guide():
     guide = AutoSemiImplicit(regression_posterior, frame=None, init_scale=0.3)
-    before = diagnose(regression_posterior, guide, num_samples=200, chunk_size=1000, modes=None)
+    options = {"num_samples": 200, "num_transitions": 0, "chunk_size": 1000, "modes": None}
+    before = diagnose(regression_posterior, guide, **options)
     assert before.verdict == "do not trust"
     steps = 300
     optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})
@@ -802,7 +798,7 @@ def test_a_semi_implicit_guide_is_not_advised_where_it_failed():
         pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=y)
 
     for guide in (AutoSemiImplicit(narrow, frame=None, init_scale=0.05), AutoNormal(narrow)):
-        options = {"num_samples": 200, "chunk_size": 1000, "modes": None}
+        options = {"num_samples": 200, "num_transitions": 0, "chunk_size": 1000, "modes": None}
         found = diagnose(narrow, guide, torch.tensor(1.0), **options)
         advice = "AutoSemiImplicit with LIVI_ELBO" in str(found)
         assert found.verdict == "do not trust" and advice == isinstance(guide, AutoNormal)

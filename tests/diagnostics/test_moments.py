@@ -71,7 +71,7 @@ def run(name: str, target: Gaussian, draws, log_weights):
 
 
 @pytest.mark.parametrize("name", ["stein", "drift", "importance"])
-@pytest.mark.parametrize("dim", [1, 2, 12])
+@pytest.mark.parametrize("dim", [1, 12])
 def test_silent_for_the_posterior(name, dim):
     target = Gaussian(dim)
     for seed in range(3):

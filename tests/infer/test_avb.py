@@ -216,12 +216,11 @@ def test_arguments_and_refusals():
         elbo.differentiable_loss(model, guide)
 
 
-@pytest.mark.parametrize("contrast", ["adaptive", "prior"])
-def test_finds_a_conjugate_posterior(contrast):
+def test_finds_a_conjugate_posterior():
     torch.set_default_dtype(torch.float32)
     pyro.set_rng_seed(0)
     guide = AutoImplicit(conjugate, frame=None, init_scale=0.5)
-    elbo = AVB_ELBO(8, contrast=contrast, discriminator_steps=3, compile="trace")
+    elbo = AVB_ELBO(8, contrast="adaptive", discriminator_steps=3, compile="trace")
     optim = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.05 ** (1 / 200)})
     svi = SVI(conjugate, guide, optim, elbo)
     for _ in range(200):

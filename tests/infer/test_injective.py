@@ -122,8 +122,17 @@ def framed_guides():
     yield "exp", model, to_the_positive
 
 
-@pytest.mark.parametrize("name", ["none", "frame", "full frame", "exp"])
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [
+        ("none", False),
+        ("frame", False),
+        ("full frame", False),
+        ("full frame", True),
+        ("exp", False),
+        ("exp", True),
+    ],
+)
 def test_both_gradients_have_one_expectation(name, dense, monkeypatch):
     pyro.set_rng_seed(0)
     generator = curved()
@@ -163,8 +172,8 @@ def regression(x, y):
     pyro.sample("y", dist.Normal(x @ weight, 1.0).to_event(1), obs=y)
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_recovers_a_linear_regression(size):
+def test_recovers_a_linear_regression():
+    size = 5
     pyro.set_rng_seed(size)
     x = torch.randn(100, size)
     y = x @ (5 + torch.rand(size)) + torch.randn(100)

@@ -199,8 +199,7 @@ def test_explicit_gamma_precision_beside_implicit_weights():
     torch.testing.assert_close(white.std(0), torch.ones(2), rtol=0, atol=0.2)
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_finds_a_posterior_that_is_not_much_narrower_than_the_prior(direction):
+def test_finds_a_posterior_that_is_not_much_narrower_than_the_prior():
     y = torch.tensor([1.0, -0.5])
 
     def model():
@@ -210,7 +209,7 @@ def test_finds_a_posterior_that_is_not_much_narrower_than_the_prior(direction):
     pyro.set_rng_seed(0)
     guide = AutoImplicit(model, lambda size: MLP(2, size), frame=None, init_scale=0.8)
     optim = pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.05 ** (1 / 300)})
-    elbo = KIVI_ELBO(8, contrast="prior", direction=direction, compile="trace")
+    elbo = KIVI_ELBO(8, contrast="prior", compile="trace")
     svi = SVI(model, guide, optim, elbo)
     for _ in range(300):
         svi.step()

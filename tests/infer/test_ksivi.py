@@ -146,10 +146,9 @@ def test_a_particle_without_a_density_moves_no_other():
     assert any((a != b).any() for a, b in zip(plain, found, strict=True))
 
 
-@pytest.mark.parametrize("statistic", ["u", "two-batch"])
-def test_finds_a_correlated_gaussian(statistic):
+def test_finds_a_correlated_gaussian():
     generator = MLP(3, 2, hidden=(50, 50), activation="relu")
-    elbo = KSIVI_ELBO(100, statistic=statistic, num_mixing=1, compile="trace")
+    elbo = KSIVI_ELBO(100, num_mixing=1, compile="trace")
     check_finds_a_correlated_gaussian(generator, elbo, 500, atol=0.1)
 
 

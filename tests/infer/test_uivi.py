@@ -56,8 +56,7 @@ def test_gradient_is_that_of_the_exact_entropy():
     check_gradient_of_the_entropy(UIVI_ELBO(500, num_burnin=10), linear(500), num_unsettled=5)
 
 
-@pytest.mark.parametrize("scale", [0.02, 1.0])
-@pytest.mark.parametrize("target", [0.6, 0.9])
+@pytest.mark.parametrize(("target", "scale"), [(0.6, 1.0), (0.9, 0.02)])
 def test_acceptance_adapts_to_the_target(target, scale):
     elbo = UIVI_ELBO(20, target_accept=target)
     q = SemiImplicit(nn.Linear(4, 6), 4, scale).expand((20,))

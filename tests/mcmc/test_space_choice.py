@@ -163,5 +163,7 @@ def test_warnings_of_the_walk_are_not_lost():
 
     guide = injective(one_by_one, 1)
     with pytest.warns(UserWarning, match="one particle at a time") as caught:
-        refine(one_by_one, guide, num_chains=8, max_gradients=10, seed=0, progress=False)
+        policy = ChainPolicy(space=SpacePolicy(khat_draws=100))
+        options = {"seed": 0, "progress": False, "policy": policy}
+        refine(one_by_one, guide, num_chains=8, max_gradients=10, **options)
     assert {one.filename for one in caught} == {__file__}

@@ -55,10 +55,10 @@ def settings(state, size, num_steps, length=math.inf):
     return mams.Settings(mclmc.Settings(size * ones, length * ones, num_steps))
 
 
-@pytest.mark.parametrize(("target", "size"), [(gaussian, 2.4), (rosenbrock, 0.65)])
-def test_exact_draws_stay_exact(target, size):
+def test_exact_draws_stay_exact():
     """At a step size where the kernel without adjustment is wrong by many standard errors."""
     torch.manual_seed(0)
+    target, size = rosenbrock, 0.65
     first = draws_of(target, 4000)
     state = other = mams.init(first, target)
     acceptance = []

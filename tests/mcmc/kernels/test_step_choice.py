@@ -29,9 +29,9 @@ def test_stable_steps():
     assert judge(Probe(100.0, 2.0, 0), 10, 0.5, "user").heat == 0.5
 
 
-@pytest.mark.parametrize("dim", [5, 3_000_000])
+@pytest.mark.parametrize("dim", [5, 300_000])
 def test_probe(dim):
-    """Also where the gradients of few chains fill the memory."""
+    """Also with more dimensions than a square matrix in memory can have."""
     torch.manual_seed(0)
     noises = [
         2.0 * torch.randn(dim) if dim < 10 else torch.tensor(2.0 * (-1) ** k) for k in range(4)
