@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -15,6 +17,7 @@ from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
 from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, start_chains
+from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise
 
 
 def gaussian():
@@ -112,10 +115,38 @@ def test_what_a_gradient_costs_decides_too(monkeypatch):
     guide()
     costs = {"latent": 1000.0, "noise": 1.0}
     monkeypatch.setattr(
-        "pyro_implicit.mcmc.spaces.choice._cost", lambda space, chains: costs[space.name]
+        "pyro_implicit.mcmc.spaces.choice._cost", lambda chains: costs[chains.space]
     )
     chains = begin(gaussian, guide)
     assert chains.space == "noise" and "times as fast" in chains.space_note
+
+
+def kinked():
+    """The second derivatives of Laplace errors say that the data tell nothing about x."""
+    scale = pyro.sample("scale", dist.Gamma(0.01, 0.01))
+    with pyro.plate("rows", 3):
+        x = pyro.sample("x", dist.Normal(0.0, scale**-0.5))
+    pyro.sample("y", dist.Laplace(x, 0.03).to_event(1), obs=torch.tensor([4.0, 2.0, -1.0]))
+
+
+def test_own_noise_that_is_blind_to_kinks_gives_way_to_the_latents():
+    torch.manual_seed(0)
+    near = torch.tensor([4.0, 2.0, -1.0]) + dist.Laplace(0.0, 0.03).sample((500, 3))
+    draws = {"scale": dist.Gamma(1.51, 0.5 * near.square().sum(-1)).sample(), "x": near}
+    chains = begin(kinked, draws)
+    assert chains.space == "latent" and "in their own noise" in chains.space_note
+
+
+def test_the_space_of_chains_is_the_renewed_one(monkeypatch):
+    """The warm-up, of which a trial walk is the beginning, may make the own noise again."""
+    anew = partialmethod(ConditionalNoise.refitted, anew=True)
+    monkeypatch.setattr(ConditionalNoise, "refitted", anew)
+    torch.manual_seed(0)
+    plan = ChainSetup(Sampler(Target(funnel), exact_funnel()), 64, 4000)
+    space, chains = start_chains(plan)
+    assert space.name == "conditional" and space is chains.current_space
+    latent = space.to_latent(chains.points)
+    assert latent[:, 0].std() == pytest.approx(1.5, rel=0.4)  # in another space it is another one
 
 
 def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):

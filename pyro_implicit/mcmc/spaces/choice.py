@@ -102,12 +102,13 @@ class Starts(NamedTuple):
 def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
     """Start chains at draws of the guide, in the space that suits them.
 
-    With ``frame="auto"``, chains walk in the conditional space if priors of latents depend on
+    With ``frame="auto"``, chains begin in the conditional space if priors of latents depend on
     other latents. Otherwise the chains of an injective guide begin in its noise, unless the
     importance weights of few latents have no mean: what it lacks is small there. They stay there if
     the generator does not fold and the walk is easy: few gradients for a transition, and no failed
     trajectory. If the walk is not easy and the budget allows it, the latents are tried for as many
-    transitions from the same guide. The chains go there if the slowest latent, or its square, moves
+    transitions from the same guide: the second derivatives that make the conditional space are
+    blind to kinks, for instance. The chains go there if the slowest latent, or its square, moves
     further in the same time: by the squared distance of a transition over the variance, the larger
     of both walks, and by the cost of a gradient, counted in operations. A space in which the
     log-density is not finite is left.
@@ -126,10 +127,9 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
         with suppress(ValueError):
             space = space_of(plan, name)
             chains, note = _begin_if_sound(space, plan)
-            if chains is not None and name == "noise":
-                return _the_better(space, chains, latent, plan)
             if chains is not None:
-                return space, chains
+                chains = _the_better(chains, latent, plan)
+                return chains.current_space, chains
             notes.append(note)
     others = _begin(latent, plan)
     others.space_note = "; ".join(notes)
@@ -227,27 +227,27 @@ def finite_starts(
     return Starts(points, lost)
 
 
-def _the_better(
-    noise: Space, chains: WindowedChains, latent: Space, plan: ChainSetup
-) -> tuple[Space, WindowedChains]:
+def _the_better(chains: WindowedChains, latent: Space, plan: ChainSetup) -> WindowedChains:
+    """Return chains in a noise, or chains in the latents where they move faster."""
     policy = plan.policy.space
     # Two trial walks take half of the budget at most.
     if plan.max_gradients < 4 * policy.probe_leapfrogs * policy.probe:
-        return noise, chains
-    walk = _Walk(chains, noise, plan.policy)
+        return chains
+    walk = _Walk(chains, plan.policy)
     if walk.is_easy:
-        return noise, chains
+        return chains
     others = _begin(latent, plan)
-    other = _Walk(others, latent, plan.policy)
-    gain = _cost(noise, chains) / _cost(latent, others)
+    other = _Walk(others, plan.policy)
+    gain = _cost(chains) / _cost(others)
     gain *= other.speed(walk) / max(walk.speed(other), 1e-12)
     chains.gradients = others.gradients = chains.gradients + others.gradients
-    said = f"{gain:.1f} times as fast as in its noise"
+    said = f"{gain:.1f} times as fast as in "
+    said += "its noise" if chains.space == "noise" else "their own noise"
     if gain > policy.faster and other.failed <= walk.failed + plan.policy.warmup.max_failed:
         others.space_note = f"in the latents chains move {said}"
-        return latent, others
+        return others
     chains.space_note = f"in the latents they would move {said}"
-    return noise, chains
+    return chains
 
 
 def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | None, str]:
@@ -288,17 +288,17 @@ def _khat(space: GuideNoise, policy: SpacePolicy) -> float:
 class _Walk:
     """A short trial walk, the beginning of the chains' warm-up."""
 
-    def __init__(self, chains: WindowedChains, space: Space, policy: ChainPolicy) -> None:
+    def __init__(self, chains: WindowedChains, policy: ChainPolicy) -> None:
         self._policy, limits = policy, policy.space
         began, jumps, counted = chains.transitions, [], 0
         usual = chains.adaptation.max_gradients
         chains.adaptation = chains.adaptation.limited(min(usual, limits.probe_leapfrogs))
-        self._centre = space.to_latent(chains.points).median(0).values
-        values, failed = self._values(chains, space), []
+        self._centre = self._latent(chains).median(0).values
+        values, failed = self._values(chains), []
         while chains.transitions < began + limits.probe:
             before, gradients = values, chains.gradients
             chains.advance()
-            values = self._values(chains, space)
+            values = self._values(chains)
             if chains.transitions > began + limits.probe // 3:
                 jumps.append((values - before).square().mean(0))
                 counted += chains.gradients - gradients
@@ -318,16 +318,19 @@ class _Walk:
     def speed(self, other: _Walk) -> float:
         spread = torch.maximum(self._spread, other._spread)
         moves = self._jump / (2 * torch.where(spread > 0, spread, torch.ones_like(spread)))
-        return moves.min().item() / self.gradients
+        return moves.nan_to_num(0.0).min().item() / self.gradients
 
-    def _values(self, chains: WindowedChains, space: Space) -> Tensor:
+    def _latent(self, chains: WindowedChains) -> Tensor:
+        return chains.current_space.to_latent(chains.points)  # the warm-up may renew a space
+
+    def _values(self, chains: WindowedChains) -> Tensor:
         """Latents and squares of their distances from the middle, ``(num_chains, 2 d)``."""
-        offset = space.to_latent(chains.points) - self._centre
+        offset = self._latent(chains) - self._centre
         return torch.cat([offset, offset.square()], -1)
 
 
-def _cost(space: Space, chains: WindowedChains) -> float:
-    return estimated_seconds(lambda: space.score(chains.points), is_recorded=True)
+def _cost(chains: WindowedChains) -> float:
+    return estimated_seconds(lambda: chains.current_space.score(chains.points), is_recorded=True)
 
 
 def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
