@@ -62,7 +62,10 @@ def find_modes(
     Each iteration takes a Newton step with the absolute values of the Hessian's eigenvalues, so
     that saddles repel, and the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is the Laplace approximation, and
-    without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
+    without a mode, as in a funnel, it is the best Gaussian of the path. The Hessian of a density
+    with kinks, as of Laplace errors, is blind to them: if few paths end at modes, those whose steps
+    gain next to nothing continue with secants of the score, one standard deviation of their
+    Gaussian to either side, and end when these have settled. Two path ends are separate
     modes if the log-density between them dips by more than 1 nat. If the log-density dips between
     the best Gaussian and every mode, this Gaussian belongs to the mode at the end of its path. The
     search continues from new initial points as long as any of several modes was found only once, or
@@ -292,6 +295,18 @@ def _highest(draws: Tensor, values: Tensor) -> Tensor:
     return draws[values.argmax(0), torch.arange(draws.shape[1])]
 
 
+class _Paths(NamedTuple):
+    """Paths that climb together: ``point`` and ``width`` of the secants, 0 for derivatives, each
+    ``(num_paths, latent_dim)``, and the paths' numbers, ``(num_paths,)``."""
+
+    point: Tensor
+    width: Tensor
+    number: Tensor
+
+    def some(self, rows: Tensor) -> _Paths:
+        return _Paths(self.point[rows], self.width[rows], self.number[rows.to("cpu")])
+
+
 class _Climbed(NamedTuple):
     """The best Gaussian of all paths, the Gaussian at the end of its path, if any, and the
     Gaussians at the ends of all paths."""
@@ -299,6 +314,76 @@ class _Climbed(NamedTuple):
     best: Modes
     end: Modes
     tops: Modes
+
+
+class _Climb:
+    """A climb from many points at once, and what it has found.
+
+    :param target: the log-density.
+    :param num_draws: for each ELBO.
+    """
+
+    def __init__(self, target: Target, num_draws: int) -> None:
+        self.target, self.num_draws = target, num_draws
+        self.best: Modes | None = None
+        self.best_path = -1
+        self._tops: list[tuple[Modes, Tensor, Tensor]] = []
+
+    @property
+    def num_tops(self) -> int:
+        return sum(len(number) for _, _, number in self._tops)
+
+    def step(self, paths: _Paths, with_secants: bool = False) -> tuple[_Paths, _Paths]:
+        """Return the paths that climb on, and those whose steps gain next to nothing."""
+        target = self.target
+        if with_secants:
+            log_prob, score, hessian = target.secants(paths.point, paths.width)
+        else:
+            log_prob, score, hessian = target.derivatives(paths.point)
+        finite = log_prob.isfinite() & score.isfinite().all(-1)
+        paths = paths.some(finite)
+        if not finite.any():
+            return paths, paths
+        log_prob, score, hessian = (part[finite] for part in (log_prob, score, hessian))
+        point = paths.point
+        factor, is_concave = root_of_inverse(hessian)
+        whitened = matvecmul(factor.mT, score)
+        step = matvecmul(factor, whitened)
+        proposals = point + point.new_tensor(SEARCH.step_sizes)[:, None, None] * step
+        noise = antithetic_noise(point, self.num_draws)
+        draws = point + matvecmul(factor, noise)
+        values = finite_log_prob(target, torch.cat([draws, proposals]))
+        here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
+        highest = _highest(draws, values[: len(draws)])
+        if (index := _better(target, here, highest, self.best)) is not None:
+            self.best = _rows(here, slice(index, index + 1))
+            self.best_path = int(paths.number[index])
+        gain, choice = (values[len(draws) :] - log_prob).max(0)
+        decrement, sd = whitened.square().sum(-1), factor.norm(dim=-1)
+        is_stuck = gain <= SEARCH.least_gain * decrement
+        has_arrived = decrement <= SEARCH.at_top
+        if with_secants:
+            is_settled = (sd / paths.width).log().abs().amax(-1) < math.log(SEARCH.settled)
+            is_stuck &= is_settled
+            has_arrived = (is_settled & has_arrived) | (is_stuck & (decrement <= SEARCH.at_kink))
+        is_top = is_concave & has_arrived
+        self._tops.append((_rows(here, is_top), highest[is_top], paths.number[is_top.cpu()]))
+        higher = proposals[choice, torch.arange(len(point))]
+        higher = torch.where((gain > 0).unsqueeze(-1), higher, point)
+        paths = _Paths(higher, sd, paths.number)
+        return paths.some(~(has_arrived | is_stuck)), paths.some(is_stuck & ~has_arrived)
+
+    def result(self) -> _Climbed | None:
+        """Return what was found; None if no path began."""
+        if self.best is None:
+            return None
+        tops, ends, numbers = zip(*self._tops, strict=True)
+        all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
+        is_lost = [is_rounding(self.target, points) for points in (all_tops.loc, torch.cat(ends))]
+        is_sound = ~(is_lost[0] | is_lost[1])
+        _warn_of_rounding(all_tops.elbo[~is_sound], self.best)
+        is_end = is_sound & (torch.cat(numbers) == self.best_path).to(is_sound.device)
+        return _Climbed(self.best, _rows(all_tops, is_end), _rows(all_tops, is_sound))
 
 
 def _climb(
@@ -310,47 +395,26 @@ def _climb(
     watched: Watch,
 ) -> _Climbed | None:
     """Climb from all points at once; return None if no path began."""
-    best: Modes | None = None
-    path = torch.arange(len(point))
-    tops, ends, paths, best_path = [], [], [], -1
+    found = _Climb(target, num_draws)
+    paths = _Paths(point, torch.zeros_like(point), torch.arange(len(point)))
+    waiting = []
     for _ in range(max_iterations):
-        log_prob, score, hessian = target.derivatives(point)
-        finite = log_prob.isfinite() & score.isfinite().all(-1)
-        if not finite.any():
-            break
-        point, log_prob, score, hessian, path = (
-            part[finite.to(part.device)] for part in (point, log_prob, score, hessian, path)
-        )
-        factor, is_concave = root_of_inverse(hessian)
-        whitened = matvecmul(factor.mT, score)
-        step = matvecmul(factor, whitened)
-        proposals = point + point.new_tensor(SEARCH.step_sizes)[:, None, None] * step
-        noise = antithetic_noise(point, num_draws)
-        draws = point + matvecmul(factor, noise)
-        values = finite_log_prob(target, torch.cat([draws, proposals]))
-        here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
-        highest = _highest(draws, values[: len(draws)])
-        if (index := _better(target, here, highest, best)) is not None:
-            best, best_path = _rows(here, slice(index, index + 1)), int(path[index])
-        gain, choice = (values[len(draws) :] - log_prob).max(0)
-        climbs = whitened.square().sum(-1) > SEARCH.at_top
-        is_top = is_concave & ~climbs
-        tops.append(_rows(here, is_top))
-        ends.append(highest[is_top])
-        paths.append(path[is_top.cpu()])
-        climbs &= gain > 0
+        paths, stuck = found.step(paths)
+        waiting.append(stuck)
         watched.step()
-        if not climbs.any() or watched.stopped or limit.is_over():
+        if not len(paths.point) or watched.stopped or limit.is_over():
             break
-        point = proposals[choice, torch.arange(len(point))][climbs]
-        path = path[climbs.cpu()]
-    if best is None:
-        return None
-    all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
-    is_sound = ~(is_rounding(target, all_tops.loc) | is_rounding(target, torch.cat(ends)))
-    _warn_of_rounding(all_tops.elbo[~is_sound], best)
-    is_end = is_sound & (torch.cat(paths) == best_path).to(is_sound.device)
-    return _Climbed(best, _rows(all_tops, is_end), _rows(all_tops, is_sound))
+    if found.num_tops >= SEARCH.least_met * len(point):
+        return found.result()
+    paths = _Paths(*map(torch.cat, zip(*waiting, strict=True)))
+    most = max(1, SEARCH.secant_points // (2 * target.latent_dim))
+    paths = paths.some(paths.number.argsort()[:most])
+    for _ in range(min(SEARCH.secant_steps, max_iterations)):
+        if not len(paths.point) or watched.stopped or limit.is_over():
+            break
+        paths, _ = found.step(paths, with_secants=True)
+        watched.step()
+    return found.result()
 
 
 def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:

@@ -255,6 +255,23 @@ class SearchPolicy:
     #: Squared Newton decrement (nats) below which a path has arrived.
     at_top: float = 1e-2
 
+    #: Gain of a step, as a share of the squared Newton decrement, of which it promises half, up to
+    #: which a path is stuck. With Laplace errors, steps gain 2e-4 to 5e-3 of it, in funnels 1e-2.
+    least_gain: float = 5e-3
+
+    #: Squared Newton decrement (nats) below which a stuck path has arrived at a kink, where the
+    #: score is not 0: .1 to .7 with 4 to 20 latent variables.
+    at_kink: float = 1.0
+
+    #: Factor between the widths of a secant and of its Gaussian up to which they agree.
+    settled: float = 2.0
+
+    #: Points in one step of all secants, two in each coordinate of a path: limits the paths.
+    secant_points: int = 1000
+
+    #: Steps with secants; ten suffice for regressions with Laplace errors.
+    secant_steps: int = 25
+
     #: Nats by which the log-density must dip between two separate modes.
     min_dip: float = 1.0
 

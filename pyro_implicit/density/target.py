@@ -625,13 +625,41 @@ class Target:
             hessian = torch.where(hessian.isnan(), hessian.mT, hessian)
         return log_prob.detach(), score.detach(), hessian
 
+    def secants(self, latent: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-density, the mean score at points around, and the slopes between them.
+
+        For densities with kinks, whose derivatives are blind to them.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     pyro.sample("x", dist.Laplace(0.0, 1.0))
+        >>> log_prob, score, hessian = Target(model).secants(torch.ones(1, 1), torch.ones(1, 1) * 2)
+        >>> score, hessian
+        (tensor([[0.]]), tensor([[[-0.5000]]]))
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :param width: the distance of the points in each coordinate, ``(num_draws, latent_dim)``.
+        :returns: as :meth:`derivatives`; slopes are NaN where a score is not finite.
+        """
+        ahead, behind = self._scores_around(latent, width.diag_embed().movedim(-2, 0))
+        slopes = ((ahead - behind) / (2 * width.T.unsqueeze(-1))).movedim(0, -1)
+        scores = torch.cat([ahead, behind])
+        score = scores.masked_fill(~scores.isfinite(), math.nan).nanmean(0)
+        return self.log_prob(latent).detach(), score, 0.5 * (slopes + slopes.mT)
+
     def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
         size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)
-        steps = directions.unsqueeze(1) * size
-        points = torch.stack([latent + steps, latent - steps])
-        ahead, behind = self.score(points.flatten(0, 2))[1].unflatten(0, points.shape[:3])
+        ahead, behind = self._scores_around(latent, directions.unsqueeze(1) * size)
         size = (directions @ size.mT).unsqueeze(-1)
         return ((ahead - behind) / (2 * size)).movedim(0, -1)
+
+    def _scores_around(self, latent: Tensor, steps: Tensor) -> Tensor:
+        """Return the scores at points ahead and behind, ``(2, num_steps, num_draws, dim)``."""
+        points = torch.stack([latent + steps, latent - steps])
+        return self.score(points.flatten(0, 2))[1].unflatten(0, points.shape[:3])
 
     # Runs of the model
 

@@ -544,3 +544,58 @@ def test_seconds_of_a_climb_are_counted_at_few_of_its_points():
         target.log_prob(nearby(target.init_loc, trials))
 
     assert seconds_of_climb(target) == pytest.approx(estimated_seconds(climb), rel=0.1)
+
+
+def laplace_regression(y, sd=10.0):
+    with pyro.plate("coefficients", 2):
+        x = pyro.sample("x", dist.Normal(0.0, sd))
+    mean = x[0] + x[1] * torch.linspace(-1.0, 1.0, len(y))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Laplace(mean, 0.3), obs=y)
+
+
+def test_the_gaussian_of_kinked_errors():
+    """The Hessian of Laplace errors is 0, so that Laplace approximations are as wide as the prior:
+    ELBO -60 of a log-evidence of -15."""
+    torch.manual_seed(0)
+    y = dist.Laplace(1.0 + 2 * torch.linspace(-1.0, 1.0, 40), 0.3).sample()
+    density = Target(laplace_regression, y)
+    modes = find_modes(density)
+    axes = [centre + torch.linspace(-1.0, 1.0, 401) for centre in modes.loc[0]]
+    grid = torch.cartesian_prod(*axes)
+    log_mass = density.log_prob(grid).logsumexp(0) + 2 * math.log(0.005)
+    weights = density.log_prob(grid).softmax(0)
+    mean = weights @ grid
+    covariance = (grid - mean).T @ (weights.unsqueeze(-1) * (grid - mean))
+    assert len(modes.loc) == 1
+    assert modes.elbo.item() == pytest.approx(log_mass.item(), abs=0.6)
+    assert modes.elbo.item() < log_mass + 0.1
+    found = modes.scale_tril[0].square().sum(-1).sqrt()
+    assert ((modes.loc[0] - mean).abs() < covariance.diagonal().sqrt()).all()
+    assert torch.allclose(found, covariance.diagonal().sqrt(), rtol=0.4)
+
+
+def test_both_modes_of_kinked_errors():
+    """Weights of a mixture of two Laplace densities: .7 and .3 of the paths' ends."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
+        parts = [dist.Laplace(loc, 0.5).log_prob(x).sum(-1) for loc in (-4.0, 4.0)]
+        pyro.factor("modes", 3 * torch.stack(parts).logsumexp(0))
+
+    modes = find_modes(Target(model))
+    assert sorted(modes.loc[:, 0].round().tolist()) == [-4.0, 4.0]
+
+
+def test_secants():
+    """Of a quadratic function they are its derivatives; of one with kinks, what lies between."""
+    density = target(
+        lambda x: x[..., 0] * x[..., 1] - x[..., 0].square() - (x[..., 1] - 1).abs(), 2
+    )
+    point, width = torch.tensor([[0.5, 0.6]]), torch.tensor([[0.2, 0.8]])
+    log_prob, score, hessian = density.secants(point, width)
+    assert log_prob.item() == pytest.approx(0.3 - 0.25 - 0.4)
+    # The scores at the four points, of x and of y: the kink lies between two of them.
+    by_hand = [[0.6 - 1.4, 0.7 + 1], [0.6 - 0.6, 0.3 + 1], [1.4 - 1, 0.5 - 1], [-0.2 - 1, 0.5 + 1]]
+    torch.testing.assert_close(score[0], torch.tensor(by_hand).mean(0))
+    torch.testing.assert_close(hessian[0], torch.tensor([[-2.0, 1.0], [1.0, -2 / 1.6]]))
