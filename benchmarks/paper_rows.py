@@ -98,7 +98,7 @@ def classification() -> list[Row]:
 ROWS = [
     *(energy(potential, "InjectiveELBO", 0.9, 3.0) for potential in POTENTIALS),
     *(energy(potential, "GPVI", 1.0, 3.0) for potential in POTENTIALS),
-    *(energy(potential, "amortised SVGD", 0.7, 0.7) for potential in POTENTIALS),
+    *(energy(potential, "amortised SVGD", 0.4, 0.7) for potential in POTENTIALS),
     *(
         network("lenet", "lenet", method, hours, value, seed)
         for seed in range(3)
@@ -108,7 +108,7 @@ ROWS = [
             ("last-layer Laplace", 0.1, 0.7),
             ("mean field", 0.2, 0.7),
             ("LIVI L'", 0.6, 3.0),
-            ("LIVI L''", 1.6, 2.0),
+            ("LIVI L''", 1.0, 2.0),
             ("injective", 0.2, 2.0),
             ("mixture", 0.85, 1.0),
         )
