@@ -170,8 +170,8 @@ def noise_of(generator: Differentiable, value: Tensor, context: Tensor | None = 
     **Example:**
 
     >>> from pyro_implicit.generators import AutoregressiveGenerator
-    >>> noise_of(AutoregressiveGenerator(2), torch.tensor([1e38, 0.0]))[0]
-    tensor(inf)
+    >>> noise_of(AutoregressiveGenerator(2), torch.tensor([torch.inf, 0.0])).detach()
+    tensor([inf, inf])
 
     :param generator: a generator with an ``inverse``.
     :param value: ``(*batch, m)``.

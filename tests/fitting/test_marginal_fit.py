@@ -225,7 +225,7 @@ def names_after_few_gradients(
 ) -> tuple[Fit, list]:
     """Fit few latent variables by chains that stop early, and return the stages' names, too."""
     monkeypatch.setattr(refinement, "judge_chains", lambda drift: verdict)
-    budget = replace(SMALL.budget, most_gradients=4, least_gradients=4, patient_seconds=0.0)
+    budget = replace(SMALL.budget, most_gradients=16, least_gradients=16, patient_seconds=0.0)
     policy = FitPolicy(budget=budget, integration=SMALL.integration)
     found = fit(walk, "auto", y, policy=policy, **QUIET)
     names = [stage.name for stage in found.stages]
@@ -233,7 +233,7 @@ def names_after_few_gradients(
     return found, names
 
 
-@pytest.mark.parametrize(("verdict", "y"), [("check", FEW), ("do not trust", FEW[:5])])
+@pytest.mark.parametrize(("verdict", "y"), [("check", FEW), ("do not trust", FEW[:10])])
 def test_integration_replaces_chains_that_end_before_convergence(
     verdict: str, y: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
