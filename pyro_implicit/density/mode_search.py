@@ -296,15 +296,15 @@ def _highest(draws: Tensor, values: Tensor) -> Tensor:
 
 
 class _Paths(NamedTuple):
-    """Paths that climb together: ``point`` and ``width`` of the secants, 0 for derivatives, each
-    ``(num_paths, latent_dim)``, and the paths' numbers, ``(num_paths,)``."""
+    """Paths that climb together: points ``(num_paths, latent_dim)``, factors of the covariance of
+    their Gaussians ``(num_paths, latent_dim, latent_dim)``, and their numbers ``(num_paths,)``."""
 
     point: Tensor
-    width: Tensor
+    factor: Tensor
     number: Tensor
 
     def some(self, rows: Tensor) -> _Paths:
-        return _Paths(self.point[rows], self.width[rows], self.number[rows.to("cpu")])
+        return _Paths(self.point[rows], self.factor[rows], self.number[rows.to("cpu")])
 
 
 class _Climbed(NamedTuple):
@@ -333,11 +333,31 @@ class _Climb:
     def num_tops(self) -> int:
         return sum(len(number) for _, _, number in self._tops)
 
+    def take_blind(self, most: int) -> _Paths:
+        """Return the tops as paths if secants contradict most of their Gaussians; otherwise none.
+
+        Between two kinks, a density may have neither slope nor curvature.
+
+        :param most: the number of Gaussians that are compared.
+        """
+        tops, ends, numbers = zip(*self._tops, strict=True)
+        all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
+        paths = _Paths(all_tops.loc, all_tops.scale_tril, torch.cat(numbers))
+        nothing = torch.arange(0)
+        if not len(paths.point):
+            return paths
+        few = paths.some(torch.linspace(0, len(paths.point) - 1, most).long().unique())
+        hessian = self.target.secants(few.point, few.factor)[2]
+        if _agree(few.factor, root_of_inverse(hessian)[0]).double().mean() >= 0.5:
+            return paths.some(nothing)
+        self._tops = [(_rows(all_tops, nothing), torch.cat(ends)[:0], nothing)]
+        return paths
+
     def step(self, paths: _Paths, with_secants: bool = False) -> tuple[_Paths, _Paths]:
         """Return the paths that climb on, and those whose steps gain next to nothing."""
         target = self.target
         if with_secants:
-            log_prob, score, hessian = target.secants(paths.point, paths.width)
+            log_prob, score, hessian = target.secants(paths.point, paths.factor)
         else:
             log_prob, score, hessian = target.derivatives(paths.point)
         finite = log_prob.isfinite() & score.isfinite().all(-1)
@@ -359,18 +379,18 @@ class _Climb:
             self.best = _rows(here, slice(index, index + 1))
             self.best_path = int(paths.number[index])
         gain, choice = (values[len(draws) :] - log_prob).max(0)
-        decrement, sd = whitened.square().sum(-1), factor.norm(dim=-1)
-        is_stuck = gain <= SEARCH.least_gain * decrement
+        decrement = whitened.square().sum(-1)
+        is_stuck = gain <= 0.5 * min(SEARCH.step_sizes) * decrement
         has_arrived = decrement <= SEARCH.at_top
         if with_secants:
-            is_settled = (sd / paths.width).log().abs().amax(-1) < math.log(SEARCH.settled)
+            is_settled = _agree(paths.factor, factor)
             is_stuck &= is_settled
             has_arrived = (is_settled & has_arrived) | (is_stuck & (decrement <= SEARCH.at_kink))
         is_top = is_concave & has_arrived
         self._tops.append((_rows(here, is_top), highest[is_top], paths.number[is_top.cpu()]))
         higher = proposals[choice, torch.arange(len(point))]
         higher = torch.where((gain > 0).unsqueeze(-1), higher, point)
-        paths = _Paths(higher, sd, paths.number)
+        paths = _Paths(higher, factor, paths.number)
         return paths.some(~(has_arrived | is_stuck)), paths.some(is_stuck & ~has_arrived)
 
     def result(self) -> _Climbed | None:
@@ -386,6 +406,13 @@ class _Climb:
         return _Climbed(self.best, _rows(all_tops, is_end), _rows(all_tops, is_sound))
 
 
+def _agree(factor: Tensor, other: Tensor) -> Tensor:
+    """Return whether covariances, given by factors, have similar sds in all directions."""
+    ratio = torch.linalg.solve_ex(factor, other).result
+    values = torch.linalg.svdvals(ratio.nan_to_num(math.inf).clamp(-1e18, 1e18))
+    return values.log().abs().amax(-1) < math.log(SEARCH.settled)
+
+
 def _climb(
     target: Target,
     point: Tensor,
@@ -396,7 +423,8 @@ def _climb(
 ) -> _Climbed | None:
     """Climb from all points at once; return None if no path began."""
     found = _Climb(target, num_draws)
-    paths = _Paths(point, torch.zeros_like(point), torch.arange(len(point)))
+    factor = torch.eye(target.latent_dim).to(point).expand(len(point), -1, -1)
+    paths = _Paths(point, factor, torch.arange(len(point)))
     waiting = []
     for _ in range(max_iterations):
         paths, stuck = found.step(paths)
@@ -404,10 +432,13 @@ def _climb(
         watched.step()
         if not len(paths.point) or watched.stopped or limit.is_over():
             break
+    if watched.stopped or limit.is_over() or found.best is None:
+        return found.result()
+    most = max(1, SEARCH.secant_points // (2 * target.latent_dim)) if target.is_vectorized else 1
+    blind = found.take_blind(most)
     if found.num_tops >= SEARCH.least_met * len(point):
         return found.result()
-    paths = _Paths(*map(torch.cat, zip(*waiting, strict=True)))
-    most = max(1, SEARCH.secant_points // (2 * target.latent_dim))
+    paths = _Paths(*map(torch.cat, zip(*waiting, blind, paths, strict=True)))
     paths = paths.some(paths.number.argsort()[:most])
     for _ in range(min(SEARCH.secant_steps, max_iterations)):
         if not len(paths.point) or watched.stopped or limit.is_over():

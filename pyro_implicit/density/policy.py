@@ -249,21 +249,18 @@ class SearchPolicy:
     #: Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4.
     max_gap: float = 10.0
 
-    #: Shares of a Newton step that are tried; the best one is taken.
+    #: Shares of a Newton step that are tried; the best one is taken. Where none gains half of what
+    #: the smallest one promises, the density has kinks.
     step_sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
     #: Squared Newton decrement (nats) below which a path has arrived.
     at_top: float = 1e-2
 
-    #: Gain of a step, as a share of the squared Newton decrement, of which it promises half, up to
-    #: which a path is stuck. With Laplace errors, steps gain 2e-4 to 5e-3 of it, in funnels 1e-2.
-    least_gain: float = 5e-3
-
     #: Squared Newton decrement (nats) below which a stuck path has arrived at a kink, where the
     #: score is not 0: .1 to .7 with 4 to 20 latent variables.
     at_kink: float = 1.0
 
-    #: Factor between the widths of a secant and of its Gaussian up to which they agree.
+    #: Factor between the sds of two Gaussians in any direction up to which they agree.
     settled: float = 2.0
 
     #: Points in one step of all secants, two in each coordinate of a path: limits the paths.

@@ -625,10 +625,12 @@ class Target:
             hessian = torch.where(hessian.isnan(), hessian.mT, hessian)
         return log_prob.detach(), score.detach(), hessian
 
-    def secants(self, latent: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log-density, the mean score at points around, and the slopes between them.
+    def secants(self, latent: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Return the log-density, the mean score at points around, and the slopes between them.
 
-        For densities with kinks, whose derivatives are blind to them.
+        For densities with kinks, whose derivatives are blind to them. The points are
+        :math:`x \pm F e_i` for each column of a matrix F, so that with a factor of a covariance
+        they are as far away in all directions.
 
         **Example:**
 
@@ -636,19 +638,23 @@ class Target:
         >>> import pyro.distributions as dist
         >>> def model():
         ...     pyro.sample("x", dist.Laplace(0.0, 1.0))
-        >>> log_prob, score, hessian = Target(model).secants(torch.ones(1, 1), torch.ones(1, 1) * 2)
+        >>> root = torch.full((1, 1, 1), 2.0)
+        >>> log_prob, score, hessian = Target(model).secants(torch.ones(1, 1), root)
         >>> score, hessian
         (tensor([[0.]]), tensor([[[-0.5000]]]))
 
-        :param latent: ``(num_draws, latent_dim)``.
-        :param width: the distance of the points in each coordinate, ``(num_draws, latent_dim)``.
-        :returns: as :meth:`derivatives`; slopes are NaN where a score is not finite.
+        :param latent: x, ``(num_draws, latent_dim)``.
+        :param root: F, ``(num_draws, latent_dim, latent_dim)``.
+        :returns: as :meth:`derivatives`. Directions without a finite score have no curvature.
         """
-        ahead, behind = self._scores_around(latent, width.diag_embed().movedim(-2, 0))
-        slopes = ((ahead - behind) / (2 * width.T.unsqueeze(-1))).movedim(0, -1)
+        ahead, behind = self._scores_around(latent, root.movedim(-1, 0))
         scores = torch.cat([ahead, behind])
         score = scores.masked_fill(~scores.isfinite(), math.nan).nanmean(0)
-        return self.log_prob(latent).detach(), score, 0.5 * (slopes + slopes.mT)
+        slopes = root.mT @ ((ahead - behind) / 2).movedim(0, -1)  # in coordinates of the root
+        slopes = torch.where(slopes.isfinite(), slopes, slopes.mT)
+        slopes = 0.5 * (slopes + slopes.mT).nan_to_num(0.0, 0.0, 0.0)
+        inverse = torch.linalg.inv_ex(root).inverse
+        return self.log_prob(latent).detach(), score, inverse.mT @ slopes @ inverse
 
     def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
         size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)

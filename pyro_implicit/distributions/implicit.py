@@ -23,6 +23,7 @@ from pyro_implicit.generators.base import (
     noise_of,
 )
 from pyro_implicit.runtime.sites import innermost
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "Draw",
@@ -217,7 +218,7 @@ class Implicit(TorchDistribution):
         :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
         """
         noise, value, _ = self.draw(sample_shape)
-        self._last = weakref.ref(value), noise, _state_of(self.generator)
+        self._last = weakref.ref(value), noise, self._state(value)
         return value
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,13 +252,21 @@ class Implicit(TorchDistribution):
             signs, log_abs_det = self.linearise(noise).slogdet()
             if not has_inverse(generator):
                 refuse_fold(f"the generator of {type(self).__name__}", signs)
-            return self.noise_distribution.log_prob(noise) - log_abs_det
+            log_prob = self.noise_distribution.log_prob(noise) - log_abs_det
+            return log_prob.masked_fill(noise.isinf().any(-1), -math.inf)
         raise IntractableDensityError(
             f"the density of {type(self).__name__} is intractable, and log_prob, Trace_ELBO, "
             "render_model and importance sampling need it. Cure: to train, "
             f"{', '.join(self.trained_by) or 'the ELBOs of pyro_implicit.infer'}; to judge, "
             "evidence_bound or diagnose; to draw the model, render_model(model)"
         )
+
+    def _state(self, value: Tensor) -> tuple:
+        """Return what changes with the value, the context and the generator's tensors."""
+        context = [] if self.context is None else [self.context]
+        tensors = [value, *context, *_tensors_of(self.generator)]
+        # Tensors of inference mode do not count their changes.
+        return tuple(None if one.is_inference() else (id(one), one._version) for one in tensors)
 
     def _noise_of(self, value: Tensor, generator: Differentiable) -> Tensor:
         # A constant value has another gradient than a draw of constant noise.
@@ -269,7 +278,7 @@ class Implicit(TorchDistribution):
             and value is self._last[0]()
         ):
             _, noise, state = self._last
-            if state == _state_of(self.generator):
+            if None not in state and state == self._state(value):
                 return noise
         if not has_inverse(generator):
             raise IntractableDensityError(
@@ -289,17 +298,10 @@ class Implicit(TorchDistribution):
 
 def _tensors_of(generator: Any) -> list[Tensor]:
     """Return the tensors of a module, or of an object of another class."""
-    if isinstance(generator, torch.nn.Module):
-        return [*generator.parameters(), *generator.buffers()]
-    return [
-        item for item in getattr(generator, "__dict__", {}).values() if isinstance(item, Tensor)
-    ]
-
-
-def _state_of(generator: Any) -> tuple:
-    """Return a value that changes with the generator's tensors, also if they change in place."""
-    tensors = _tensors_of(generator)
-    return tuple((id(one), one.is_inference() or one._version) for one in tensors)
+    found = list(leaves_of(vars(generator))) if hasattr(generator, "__dict__") else []
+    modules = [one for one in [generator, *found] if isinstance(one, torch.nn.Module)]
+    owned = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+    return [*owned, *(one for one in found if isinstance(one, Tensor))]
 
 
 def refuse_fold(who: str, signs: Tensor) -> None:
@@ -313,7 +315,7 @@ def refuse_fold(who: str, signs: Tensor) -> None:
     :param signs: the signs at all draws, of any shape.
     :raises IntractableDensityError: if both signs are among them.
     """
-    if (signs > 0).any() and (signs < 0).any():
+    if (signs > 0).any() & (signs < 0).any():  # a single synchronisation with a GPU
         raise IntractableDensityError(
             f"{who} folds: the determinant of its Jacobian has both signs among the draws, so it "
             "is not injective and its density is unknown. Cure: train with a smaller learning "

@@ -445,6 +445,7 @@ class QuietPriors(Messenger):
     """Draw from Wishart priors without torch's warning of singular samples.
 
     ``catch_warnings`` around the whole model would let Python repeat the model's own warnings.
+    Sites that the model itself hides by ``poutine.block`` still warn.
     """
 
     def _pyro_sample(self, msg: Any) -> None:

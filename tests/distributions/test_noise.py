@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, Implicit, SemiImplicit
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.generators import ResidualGenerator
+from pyro_implicit.generators import AutoregressiveGenerator, ResidualGenerator
 from pyro_implicit.generators.base import Differentiable, Generator
 
 KINDS = ["implicit", "semi_implicit"]
@@ -296,8 +296,32 @@ def test_inverse_meets_the_context_of_each_row():
     q, normal = Implicit(Shift(2, 2, 2), 2, context=context), dist.Normal(context, 1.0).to_event(1)
     for value in (torch.randn(5, 3, 2), torch.randn(2)):
         torch.testing.assert_close(q.log_prob(value), normal.log_prob(value))
+    value = q.sample((5,))
+    torch.testing.assert_close(q.log_prob(value), q.log_prob(value.clone()))
+    value.add_(1.0)
+    torch.testing.assert_close(q.log_prob(value), normal.log_prob(value))
+    value = q.sample((5,))
+    context.add_(1.0)
+    moved = dist.Normal(context, 1.0).to_event(1)
+    torch.testing.assert_close(q.log_prob(value), moved.log_prob(value))
     with pytest.raises(ValueError, match="shape"):
         q.log_prob(torch.zeros(5, 3))
+
+
+def test_overflow_has_no_density():
+    q = Implicit(AutoregressiveGenerator(2), 2)
+    found = q.log_prob(torch.tensor([[3e38, 1.0], [0.0, 0.0]]))
+    assert found[0] == -math.inf and found[1].isfinite()
+
+
+def test_parameters_of_inference_mode_do_not_tell_their_changes():
+    with torch.inference_mode():
+        generator = AutoregressiveGenerator(2)
+        q = Implicit(generator, 2)
+        value = q.sample()
+        for parameter in generator.parameters():
+            parameter.add_(0.1)
+        torch.testing.assert_close(q.log_prob(value), q.log_prob(value.clone()))
 
 
 def test_elbos_name_themselves():

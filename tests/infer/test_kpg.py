@@ -123,7 +123,7 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 def test_finds_a_correlated_gaussian():
     generator = MLP(3, 2, hidden=(50, 50), activation="relu")
     make = partial(ReverseConditional, num_couplings=0)
-    elbo = KPG_ELBO(100, 10, num_mixing=1, proposal=make, compile="trace")
+    elbo = KPG_ELBO(100, num_mixing=1, proposal=make, compile="trace")
     check_finds_a_correlated_gaussian(generator, elbo, 600, atol=0.15)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -124,13 +125,13 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
     if is_too_late(plan.sampler.target, plan.limit, plan.policy.space):
         notes, names = ["max_seconds is too short to try other spaces"], []
     for name in names:
+        chains = None
         with suppress(ValueError):
-            space = space_of(plan, name)
-            chains, note = _begin_if_sound(space, plan)
-            if chains is not None:
-                chains = _the_better(chains, latent, plan)
-                return chains.current_space, chains
+            chains, note = _begin_if_sound(space_of(plan, name), plan)
             notes.append(note)
+        if chains is not None:
+            chains = _the_better(chains, latent, plan)
+            return chains.current_space, chains
     others = _begin(latent, plan)
     others.space_note = "; ".join(notes)
     return latent, others
@@ -231,8 +232,13 @@ def _the_better(chains: WindowedChains, latent: Space, plan: ChainSetup) -> Wind
     """Return chains in a noise, or chains in the latents where they move faster."""
     policy = plan.policy.space
     # Two trial walks take half of the budget at most.
-    if plan.max_gradients < 4 * policy.probe_leapfrogs * policy.probe:
+    number = 2 * policy.probe_leapfrogs * policy.probe
+    if plan.max_gradients < 2 * number:
         return chains
+    if math.isfinite(plan.limit.end):
+        seconds = number * latent.target.seconds(plan.num_chains)
+        if seconds > plan.limit.left(policy.time_share):
+            return chains
     walk = _Walk(chains, plan.policy)
     if walk.is_easy:
         return chains
