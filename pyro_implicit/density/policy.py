@@ -263,6 +263,10 @@ class SearchPolicy:
     #: Factor between the sds of two Gaussians in any direction up to which they agree.
     settled: float = 2.0
 
+    #: The same factor above which the Gaussian of a mode is blind to kinks: 10 and more with two or
+    #: four rows of Laplace errors; skewed modes have less.
+    blind: float = 6.0
+
     #: Points in one step of all secants, two in each coordinate of a path: limits the paths.
     secant_points: int = 1000
 

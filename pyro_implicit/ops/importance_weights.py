@@ -81,10 +81,10 @@ def pareto_smoothed(log_weights: Tensor, rounding: float | None = None) -> Smoot
     order = log_w.argsort()
     log_w[log_w < math.log(torch.finfo(torch.float64).tiny)] = -math.inf
     ordered = log_w[order]
-    # Draws of few values have equal weights, up to rounding.
-    largest = log_weights.masked_fill(log_weights.isinf(), 0.0).abs().max().item()
+    # Draws of few values have equal weights, up to rounding. Draws far out have more of it.
+    usual = log_weights[log_weights.isfinite()].abs().median().item()
     rounding = torch.finfo(log_weights.dtype).eps if rounding is None else rounding
-    apart = ordered.diff() > TIED * rounding * (1 + largest)
+    apart = ordered.diff() > TIED * rounding * (1 + usual)
     tie = torch.cat([apart.new_zeros(1), apart]).cumsum(0)
     lowest = tie[max(0, size - tail_size - 1)]
     is_bounded = bool(lowest == tie[-1])  # the largest weight has more draws than the tail

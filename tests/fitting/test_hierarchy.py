@@ -477,5 +477,6 @@ def test_two_processes_have_the_result_of_one(quick_draws, tmp_path):
     for name, draws in quick_draws.items():
         assert torch.equal(both[0][name], both[1][name])
         sd = draws.std().item()
-        assert both[0][name].mean().item() == pytest.approx(draws.mean().item(), abs=0.02 * sd)
-        assert both[0][name].std().item() == pytest.approx(sd, rel=0.01)
+        # Other draws: four standard errors of two times 8,192, of which weights leave 70 %.
+        assert both[0][name].mean().item() == pytest.approx(draws.mean().item(), abs=0.075 * sd)
+        assert both[0][name].std().item() == pytest.approx(sd, rel=0.055)

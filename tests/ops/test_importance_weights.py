@@ -186,3 +186,12 @@ def test_log_weights_of_draws_without_a_density(value):
     assert found.efficiency == found.effective_sample_size == 0.0
     one = LogWeights(torch.tensor([0.0, 0.0, value]).nan_to_num(neginf=-math.inf, nan=-math.inf))
     assert one.mean == -math.inf and one.effective_sample_size == pytest.approx(2.0)
+
+
+def test_a_draw_far_out_makes_no_other_weights_equal():
+    torch.manual_seed(0)
+    log_weights = torch.randn(2000)
+    expected = pareto_smoothed(log_weights)
+    log_weights[log_weights.argmin()] = -1e7
+    found = pareto_smoothed(log_weights)
+    assert found.khat == pytest.approx(expected.khat, abs=1e-6)
