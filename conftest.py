@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -50,3 +51,12 @@ def _fresh_state() -> Iterator[None]:
 def double(_fresh_state: None) -> None:
     """Make float64 the default dtype; `_fresh_state` restores the previous dtype."""
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few resamples for the intervals of distances, which take most of the time of `compare`."""
+    from pyro_implicit.diagnostics import distances
+
+    few = dataclasses.replace(distances.DISTANCES, num_bootstrap=10)
+    monkeypatch.setattr(distances, "DISTANCES", few)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import with_seed
-from pyro_implicit.runtime.sites import is_data, is_flat, quiet_prior, without_data
+from pyro_implicit.runtime.sites import QuietPriors, is_data, is_flat, without_data
 
 __all__ = [
     "ArvizExport",
@@ -191,8 +191,7 @@ def model_groups(
         found = predictive(*args, **kwargs)
         groups["posterior_predictive"] = chains(_shaped(found, shapes))
     if prior is not None:
-        with quiet_prior():
-            found = _prior(replica, prior, list(shapes), trace)(*args, **kwargs)
+        found = _prior(QuietPriors()(replica), prior, list(shapes), trace)(*args, **kwargs)
         found = {name: value.unsqueeze(0) for name, value in _shaped(found, shapes).items()}
         groups["prior"] = {name: found[name] for name in latents}
         if observed:

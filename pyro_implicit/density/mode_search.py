@@ -86,7 +86,7 @@ def find_modes(
     :param num_starts: paths in each round from draws of the prior, the first one from
         ``target.init_loc``. As many begin near the origin if the prior is vague.
     :param max_rounds: the maximal number of rounds.
-    :param max_iterations: the maximal length of a path.
+    :param max_iterations: the maximal length of a path, without its steps with secants.
     :param num_particles: draws for each ELBO along the paths.
     :param max_gap: nats; modes whose ELBO is further below the best one are dropped.
     :param max_seconds: limit of wall time, after the first step of all paths. A search that it ends
@@ -321,17 +321,38 @@ class _Climb:
 
     :param target: the log-density.
     :param num_draws: for each ELBO.
+    :param limit: ends the climb after a step of all paths, as ``watched`` does.
     """
 
-    def __init__(self, target: Target, num_draws: int) -> None:
+    def __init__(self, target: Target, num_draws: int, limit: TimeLimit, watched: Watch) -> None:
         self.target, self.num_draws = target, num_draws
+        self.limit, self.watched = limit, watched
         self.best: Modes | None = None
         self.best_path = -1
-        self._tops: list[tuple[Modes, Tensor, Tensor]] = []
+        self._arrived: list[tuple[Modes, Tensor, Tensor]] = []
 
     @property
-    def num_tops(self) -> int:
-        return sum(len(number) for _, _, number in self._tops)
+    def is_over(self) -> bool:
+        return self.watched.stopped or self.limit.is_over()
+
+    @property
+    def tops(self) -> tuple[Modes, Tensor, Tensor]:
+        """The Gaussians at path ends, with factors for ``scale_tril``, their highest draws, and the
+        numbers of their paths."""
+        modes, highest, numbers = zip(*self._arrived, strict=True)
+        joined = Modes(*map(torch.cat, zip(*modes, strict=True)))
+        return joined, torch.cat(highest), torch.cat(numbers)
+
+    def climb(self, paths: _Paths, max_iterations: int, with_secants: bool = False) -> _Paths:
+        """Return the paths that have not arrived."""
+        left = []
+        for _ in range(max_iterations):
+            paths, stuck = self._step(paths, with_secants)
+            left.append(stuck)
+            self.watched.step()
+            if not len(paths.point) or self.is_over:
+                break
+        return _Paths(*map(torch.cat, zip(*left, paths, strict=True)))
 
     def take_blind(self, most: int) -> _Paths:
         """Return the tops as paths if secants contradict most of their Gaussians; otherwise none.
@@ -340,22 +361,20 @@ class _Climb:
 
         :param most: the number of Gaussians that are compared.
         """
-        tops, ends, numbers = zip(*self._tops, strict=True)
-        all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
-        paths = _Paths(all_tops.loc, all_tops.scale_tril, torch.cat(numbers))
-        nothing = torch.arange(0)
-        if not len(paths.point):
+        tops, highest, numbers = self.tops
+        paths, nothing = _Paths(tops.loc, tops.scale_tril, numbers), torch.arange(0)
+        if not len(numbers):
             return paths
-        few = paths.some(torch.linspace(0, len(paths.point) - 1, most).long().unique())
+        few = paths.some(torch.linspace(0, len(numbers) - 1, most).long().unique())
         hessian = self.target.secants(few.point, few.factor)[2]
         # Sds of a skewed mode differ, too, but not by so much.
         is_sound = _agree(few.factor, root_of_inverse(hessian)[0], SEARCH.blind)
         if is_sound.double().mean() >= 0.5:
             return paths.some(nothing)
-        self._tops = [(_rows(all_tops, nothing), torch.cat(ends)[:0], nothing)]
+        self._arrived = [(_rows(tops, nothing), highest[nothing], nothing)]
         return paths
 
-    def step(self, paths: _Paths, with_secants: bool = False) -> tuple[_Paths, _Paths]:
+    def _step(self, paths: _Paths, with_secants: bool) -> tuple[_Paths, _Paths]:
         """Return the paths that climb on, and those whose steps gain next to nothing."""
         target = self.target
         if with_secants:
@@ -389,7 +408,7 @@ class _Climb:
             is_stuck &= is_settled
             has_arrived = (is_settled & has_arrived) | (is_stuck & (decrement <= SEARCH.at_kink))
         is_top = is_concave & has_arrived
-        self._tops.append((_rows(here, is_top), highest[is_top], paths.number[is_top.cpu()]))
+        self._arrived.append((_rows(here, is_top), highest[is_top], paths.number[is_top.cpu()]))
         higher = proposals[choice, torch.arange(len(point))]
         higher = torch.where((gain > 0).unsqueeze(-1), higher, point)
         paths = _Paths(higher, factor, paths.number)
@@ -399,20 +418,20 @@ class _Climb:
         """Return what was found; None if no path began."""
         if self.best is None:
             return None
-        tops, ends, numbers = zip(*self._tops, strict=True)
-        all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
-        is_lost = [is_rounding(self.target, points) for points in (all_tops.loc, torch.cat(ends))]
+        tops, highest, numbers = self.tops
+        is_lost = [is_rounding(self.target, points) for points in (tops.loc, highest)]
         is_sound = ~(is_lost[0] | is_lost[1])
-        _warn_of_rounding(all_tops.elbo[~is_sound], self.best)
-        is_end = is_sound & (torch.cat(numbers) == self.best_path).to(is_sound.device)
-        return _Climbed(self.best, _rows(all_tops, is_end), _rows(all_tops, is_sound))
+        _warn_of_rounding(tops.elbo[~is_sound], self.best)
+        is_end = is_sound & (numbers == self.best_path).to(is_sound.device)
+        return _Climbed(self.best, _rows(tops, is_end), _rows(tops, is_sound))
 
 
 def _agree(factor: Tensor, other: Tensor, most: float = SEARCH.settled) -> Tensor:
     """Return whether sds of covariances, given by factors, differ less in all directions."""
     ratio = torch.linalg.solve_ex(factor, other).result
-    values = torch.linalg.svdvals(ratio.nan_to_num(math.inf).clamp(-1e18, 1e18))
-    return values.log().abs().amax(-1) < math.log(most)
+    is_known = ratio.isfinite().all(-1).all(-1)
+    change = torch.linalg.svdvals(ratio.nan_to_num(0.0, 0.0, 0.0)).log().abs().amax(-1)
+    return is_known & (change < math.log(most))
 
 
 def _climb(
@@ -424,29 +443,18 @@ def _climb(
     watched: Watch,
 ) -> _Climbed | None:
     """Climb from all points at once; return None if no path began."""
-    found = _Climb(target, num_draws)
+    found = _Climb(target, num_draws, limit, watched)
     factor = torch.eye(target.latent_dim).to(point).expand(len(point), -1, -1)
-    paths = _Paths(point, factor, torch.arange(len(point)))
-    waiting = []
-    for _ in range(max_iterations):
-        paths, stuck = found.step(paths)
-        waiting.append(stuck)
-        watched.step()
-        if not len(paths.point) or watched.stopped or limit.is_over():
-            break
-    if watched.stopped or limit.is_over() or found.best is None:
+    left = found.climb(_Paths(point, factor, torch.arange(len(point))), max_iterations)
+    if found.is_over or found.best is None:
         return found.result()
     most = max(1, SEARCH.secant_points // (2 * target.latent_dim)) if target.is_vectorized else 1
     blind = found.take_blind(most)
-    if found.num_tops >= SEARCH.least_met * len(point):
-        return found.result()
-    paths = _Paths(*map(torch.cat, zip(*waiting, blind, paths, strict=True)))
-    paths = paths.some(paths.number.argsort()[:most])
-    for _ in range(min(SEARCH.secant_steps, max_iterations)):
-        if not len(paths.point) or watched.stopped or limit.is_over():
-            break
-        paths, _ = found.step(paths, with_secants=True)
-        watched.step()
+    paths = _Paths(*map(torch.cat, zip(left, blind, strict=True)))
+    has_tops = len(found.tops[0].loc) >= SEARCH.least_met * len(point)
+    if len(paths.point) and not has_tops:
+        first = paths.number.argsort()[:most]
+        found.climb(paths.some(first), min(SEARCH.secant_steps, max_iterations), with_secants=True)
     return found.result()
 
 

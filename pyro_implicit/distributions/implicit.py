@@ -261,22 +261,21 @@ class Implicit(TorchDistribution):
             "evidence_bound or diagnose; to draw the model, render_model(model)"
         )
 
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*_tensors_of(self.generator), *([] if self.context is None else [self.context])]
+
     def _state(self, value: Tensor) -> tuple:
         """Return what changes with the value, the context and the generator's tensors."""
-        context = [] if self.context is None else [self.context]
-        tensors = [value, *context, *_tensors_of(self.generator)]
+        tensors = [value, *self._tensors]
         # Tensors of inference mode do not count their changes.
         return tuple(None if one.is_inference() else (id(one), one._version) for one in tensors)
 
     def _noise_of(self, value: Tensor, generator: Differentiable) -> Tensor:
         # A constant value has another gradient than a draw of constant noise.
-        tensors = [*_tensors_of(generator), *([] if self.context is None else [self.context])]
-        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-        if (
-            (value.requires_grad or not is_trained)
-            and self._last is not None
-            and value is self._last[0]()
-        ):
+        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in self._tensors)
+        may_be_last = value.requires_grad or not is_trained
+        if may_be_last and self._last is not None and value is self._last[0]():
             _, noise, state = self._last
             if None not in state and state == self._state(value):
                 return noise
@@ -287,12 +286,10 @@ class Implicit(TorchDistribution):
                 "made it. Cure: inside TransformedDistribution, transforms with cache_size=1, as "
                 "in ExpTransform(cache_size=1); or AutoregressiveGenerator"
             )
-        value = value.expand(
-            torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
-        )
-        context = self.context
+        shape = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+        value, context = value.expand(shape), self.context
         if context is not None:
-            context = context.expand(value.shape[:-1] + (-1,))
+            context = context.expand(shape[:-1] + (-1,))
         return noise_of(generator, value, context)
 
 

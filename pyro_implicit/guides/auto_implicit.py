@@ -420,8 +420,11 @@ class GeneratorTransform(Transform):
         return noise_of(self.generator, y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the generator's log-determinant, ``(*batch)``, at the noise x, ``(*batch, m)``."""
-        return self.generator.linearise(x).log_abs_det()
+        """Return the generator's log-determinant, ``(*batch)``, at the noise x, ``(*batch, m)``.
+
+        It is 0 at infinite noise, which has density 0.
+        """
+        return self.generator.linearise(x).log_abs_det().masked_fill(x.isinf().any(-1), 0.0)
 
 
 def _check_exact(distribution: Implicit, noise_dim: int) -> None:

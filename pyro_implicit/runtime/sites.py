@@ -434,23 +434,26 @@ def is_close(again: Tensor, value: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def quiet_prior() -> Iterator[None]:
-    """Hide torch's warning "Singular sample detected", which valid Wishart draws cause, too."""
+def quiet_prior(prior: Any) -> Iterator[None]:
+    """Hide torch's warning "Singular sample detected", which valid Wishart draws cause, too.
+
+    :param prior: a distribution. For others than Wishart, warnings stay as they are:
+        ``catch_warnings`` around a whole model would let Python repeat the model's own warnings.
+    """
+    if not isinstance(innermost(prior), torch.distributions.Wishart):
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Singular sample detected")
         yield
 
 
 class QuietPriors(Messenger):
-    """Draw from Wishart priors without torch's warning of singular samples.
-
-    ``catch_warnings`` around the whole model would let Python repeat the model's own warnings.
-    Sites that the model itself hides by ``poutine.block`` still warn.
-    """
+    """Draw Wishart priors in :func:`quiet_prior`, except for sites that the model itself hides."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is None and isinstance(innermost(msg["fn"]), torch.distributions.Wishart):
-            with quiet_prior():
+            with quiet_prior(msg["fn"]):
                 msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
 
 
@@ -478,8 +481,7 @@ class FlatPriorStart:
     def __call__(self, site: Site) -> Tensor:
         site = self._in_its_plates(site)
         try:
-            is_wishart = isinstance(innermost(site["fn"]), torch.distributions.Wishart)
-            with quiet_prior() if is_wishart else contextlib.nullcontext():
+            with quiet_prior(site["fn"]):
                 return self.init_loc_fn(site)
         except NotImplementedError:
             if not is_flat(site["fn"]):

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from pyro_implicit.diagnostics import distances
 from pyro_implicit.guides import auto_implicit
 
 
@@ -15,9 +12,3 @@ from pyro_implicit.guides import auto_implicit
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guides start as with frame=None: of tiny runs the search takes nine tenths of the time."""
     monkeypatch.setattr(auto_implicit, "find_frame", lambda *args: None)
-
-
-@pytest.fixture
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few resamples for intervals of distances: they take nine tenths of the time of `compare`."""
-    monkeypatch.setattr(distances, "DISTANCES", replace(distances.DISTANCES, num_bootstrap=10))

@@ -16,7 +16,7 @@ from torch.distributions import biject_to, constraints
 from pyro_implicit import fit
 from pyro_implicit.density.bijections import LogCholesky
 from pyro_implicit.density.target import Target
-from pyro_implicit.runtime.sites import quiet_prior
+from pyro_implicit.runtime.sites import QuietPriors
 
 Y = torch.tensor([[1.0, 0.5], [-0.4, 0.3], [2.0, 1.9], [-1.1, -0.2], [0.3, -0.7]])
 
@@ -75,8 +75,7 @@ def test_fit_has_the_conjugate_posterior() -> None:
 
 
 def test_nuts_of_pyro_has_the_density_of_the_conjugate_posterior() -> None:
-    with quiet_prior():  # Pyro draws from the prior
-        _, potential, transforms, _ = initialize_model(normals, (Y,))
+    _, potential, transforms, _ = initialize_model(QuietPriors()(normals), (Y,))
     matrices = posterior_of_normals(Y).mean * torch.tensor([0.5, 1.0, 2.0])[:, None, None]
     transform = transforms["precision"]
     found = torch.stack([potential({"precision": transform(matrix)}) for matrix in matrices])

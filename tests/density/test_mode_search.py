@@ -555,8 +555,7 @@ def laplace_regression(y, sd=10.0):
 
 
 def test_the_gaussian_of_kinked_errors():
-    """The Hessian of Laplace errors is 0, so that Laplace approximations are as wide as the prior:
-    ELBO -60 of a log-evidence of -15."""
+    """The Hessian of Laplace errors is 0: Laplace approximations are as wide as the prior."""
     torch.manual_seed(0)
     y = dist.Laplace(1.0 + 2 * torch.linspace(-1.0, 1.0, 40), 0.3).sample()
     density = Target(laplace_regression, y)
@@ -575,7 +574,7 @@ def test_the_gaussian_of_kinked_errors():
 
 
 def test_both_modes_of_kinked_errors():
-    """Weights of a mixture of two Laplace densities: .7 and .3 of the paths' ends."""
+    """Powers of a mixture of two Laplace densities, whose modes have no second derivatives."""
 
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
@@ -586,6 +585,24 @@ def test_both_modes_of_kinked_errors():
     assert sorted(modes.loc[:, 0].round().tolist()) == [-4.0, 4.0]
     sds = modes.scale_tril.square().sum(-1).sqrt()  # of Laplace densities of scale 1/6: 0.24
     assert torch.allclose(sds, torch.full((2, 2), 0.24), rtol=0.5)
+
+
+def test_steps_without_gain_go_on_until_the_secants_have_settled():
+    """Quantile regression: the first secants are as long as the prior is wide, and lead nowhere."""
+    torch.manual_seed(0)
+    x = torch.linspace(-1.0, 1.0, 80)
+    y = 1.0 + 2 * x + torch.randn(80)
+
+    def model():
+        a, b = (pyro.sample(name, dist.Normal(0.0, 100.0)) for name in "ab")
+        left = y - a - b * x
+        pyro.factor("loss", -5 * torch.where(left > 0, 0.9 * left, -0.1 * left).sum())
+
+    density = Target(model)
+    modes = find_modes(density)
+    axes = [centre + torch.linspace(-2.0, 2.0, 401) for centre in modes.loc[0]]
+    log_mass = density.log_prob(torch.cartesian_prod(*axes)).logsumexp(0) + 2 * math.log(0.01)
+    assert modes.elbo.item() == pytest.approx(log_mass.item(), abs=0.6)
 
 
 @pytest.mark.parametrize(("size", "scale"), [(2, 0.1), (4, 0.3)])

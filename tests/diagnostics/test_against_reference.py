@@ -19,7 +19,6 @@ from pyro_implicit.diagnostics import (
     ComparePolicy,
     against_reference,
     compare,
-    distances,
     maximum_mean_discrepancy,
     sliced_wasserstein,
     sliced_wasserstein_floor,
@@ -42,12 +41,6 @@ def made_report():
     """Return draws and their report, which no test changes."""
     guide, reference = made_draws()
     return guide, reference, compare(None, guide, reference)
-
-
-@pytest.fixture
-def few_resamples(monkeypatch):
-    """For tests without intervals, whose resamples take nine tenths of the time."""
-    monkeypatch.setattr(distances, "DISTANCES", replace(distances.DISTANCES, num_bootstrap=10))
 
 
 def test_marginals_against_numpy():

@@ -21,6 +21,7 @@ from pyro_implicit import LIVI_ELBO, MLP, Implicit, SemiImplicit
 from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.generators import AutoregressiveGenerator, ResidualGenerator
 from pyro_implicit.generators.base import Differentiable, Generator
+from pyro_implicit.guides.auto_implicit import GeneratorTransform
 
 KINDS = ["implicit", "semi_implicit"]
 
@@ -308,8 +309,14 @@ def test_inverse_meets_the_context_of_each_row():
         q.log_prob(torch.zeros(5, 3))
 
 
-def test_overflow_has_no_density():
-    q = Implicit(AutoregressiveGenerator(2), 2)
+@pytest.mark.parametrize("is_transform", [True, False])
+def test_overflow_has_no_density(is_transform):
+    generator = AutoregressiveGenerator(2)
+    if is_transform:
+        normal = dist.Normal(torch.zeros(2), 1.0).to_event(1)
+        q = dist.TransformedDistribution(normal, GeneratorTransform(generator), validate_args=False)
+    else:
+        q = Implicit(generator, 2)
     found = q.log_prob(torch.tensor([[3e38, 1.0], [0.0, 0.0]]))
     assert found[0] == -math.inf and found[1].isfinite()
 
