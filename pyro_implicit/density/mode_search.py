@@ -63,13 +63,13 @@ def find_modes(
     that saddles repel, and the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is the Laplace approximation, and
     without a mode, as in a funnel, it is the best Gaussian of the path. The Hessian of a density
-    with kinks, as of Laplace errors, is blind to them: if few paths end at modes, those whose steps
-    gain next to nothing continue with secants of the score, one standard deviation of their
-    Gaussian to either side, and end when these have settled. Two path ends are separate
-    modes if the log-density between them dips by more than 1 nat. If the log-density dips between
-    the best Gaussian and every mode, this Gaussian belongs to the mode at the end of its path. The
-    search continues from new initial points as long as any of several modes was found only once, or
-    few paths have ended at modes, because further modes are then likely to be missing.
+    with kinks, as of Laplace errors, is blind to them: if few paths end at modes, the others
+    continue with secants of the score, one standard deviation of their Gaussian to either side, and
+    end when these have settled. Two path ends are separate modes if the log-density between them
+    dips by more than 1 nat. If the log-density dips between the best Gaussian and every mode, this
+    Gaussian belongs to the mode at the end of its path. The search continues from new initial
+    points as long as any of several modes was found only once, or few paths have ended at modes,
+    because further modes are then likely to be missing.
 
     **Example:**
 
@@ -375,7 +375,7 @@ class _Climb:
         return paths
 
     def _step(self, paths: _Paths, with_secants: bool) -> tuple[_Paths, _Paths]:
-        """Return the paths that climb on, and those whose steps gain next to nothing."""
+        """Return the paths that climb on, and those whose steps gain nothing."""
         target = self.target
         if with_secants:
             log_prob, score, hessian = target.secants(paths.point, paths.factor)
@@ -401,7 +401,7 @@ class _Climb:
             self.best_path = int(paths.number[index])
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         decrement = whitened.square().sum(-1)
-        is_stuck = gain <= 0.5 * min(SEARCH.step_sizes) * decrement
+        is_stuck = gain <= 0
         has_arrived = decrement <= SEARCH.at_top
         if with_secants:
             is_settled = _agree(paths.factor, factor)

@@ -249,8 +249,7 @@ class SearchPolicy:
     #: Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4.
     max_gap: float = 10.0
 
-    #: Shares of a Newton step that are tried; the best one is taken. Where none gains half of what
-    #: the smallest one promises, the density has kinks.
+    #: Shares of a Newton step that are tried; the best one is taken.
     step_sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
     #: Squared Newton decrement (nats) below which a path has arrived.

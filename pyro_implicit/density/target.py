@@ -651,7 +651,6 @@ class Target:
         scores = torch.cat([ahead, behind])
         score = scores.masked_fill(~scores.isfinite(), math.nan).nanmean(0)
         slopes = root.mT @ ((ahead - behind) / 2).movedim(0, -1)  # in coordinates of the root
-        slopes = torch.where(slopes.isfinite(), slopes, slopes.mT)
         slopes = 0.5 * (slopes + slopes.mT).nan_to_num(0.0, 0.0, 0.0)
         inverse = torch.linalg.inv_ex(root).inverse
         return self.log_prob(latent).detach(), score, inverse.mT @ slopes @ inverse

@@ -573,21 +573,23 @@ def test_the_gaussian_of_kinked_errors():
     assert torch.allclose(found, covariance.diagonal().sqrt(), rtol=0.4)
 
 
-def test_both_modes_of_kinked_errors():
+@pytest.mark.parametrize("size", [2, 8])
+def test_both_modes_of_kinked_errors(size):
     """Powers of a mixture of two Laplace densities, whose modes have no second derivatives."""
 
     def model():
-        x = pyro.sample("x", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
+        x = pyro.sample("x", dist.Normal(0.0, 5.0).expand([size]).to_event(1))
         parts = [dist.Laplace(loc, 0.5).log_prob(x).sum(-1) for loc in (-4.0, 4.0)]
         pyro.factor("modes", 3 * torch.stack(parts).logsumexp(0))
 
     modes = find_modes(Target(model))
     assert sorted(modes.loc[:, 0].round().tolist()) == [-4.0, 4.0]
-    sds = modes.scale_tril.square().sum(-1).sqrt()  # of Laplace densities of scale 1/6: 0.24
-    assert torch.allclose(sds, torch.full((2, 2), 0.24), rtol=0.5)
+    # Of Laplace densities of scale 1/6; secants settle within a factor of two. The prior has 5.
+    sds = modes.scale_tril.square().sum(-1).sqrt()
+    assert (sds > 0.24 / 3).all() and (sds < 0.24 * 3).all()
 
 
-def test_steps_without_gain_go_on_until_the_secants_have_settled():
+def test_a_single_path_goes_on_until_its_secants_have_settled():
     """Quantile regression: the first secants are as long as the prior is wide, and lead nowhere."""
     torch.manual_seed(0)
     x = torch.linspace(-1.0, 1.0, 80)
@@ -599,7 +601,7 @@ def test_steps_without_gain_go_on_until_the_secants_have_settled():
         pyro.factor("loss", -5 * torch.where(left > 0, 0.9 * left, -0.1 * left).sum())
 
     density = Target(model)
-    modes = find_modes(density)
+    modes = find_modes(density, num_starts=1, num_particles=256)
     axes = [centre + torch.linspace(-2.0, 2.0, 401) for centre in modes.loc[0]]
     log_mass = density.log_prob(torch.cartesian_prod(*axes)).logsumexp(0) + 2 * math.log(0.01)
     assert modes.elbo.item() == pytest.approx(log_mass.item(), abs=0.6)
@@ -623,6 +625,35 @@ def test_a_place_without_slope_between_kinks(seed, size, scale):
     assert modes.elbo.max().item() == pytest.approx(log_mass.item(), abs=2.0)  # without: -100
 
 
+def test_one_round_suffices_for_median_regression(monkeypatch):
+    """Paths that the first secants do not lead upwards go on: otherwise too few end at the mode."""
+    torch.manual_seed(1)
+    x, rounds = torch.randn(150, 20), []
+    y = 1 + x @ torch.linspace(-1.0, 1.0, 20) + dist.Laplace(0.0, 0.5).sample((150,))
+
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, 10.0))
+        b = pyro.sample("b", dist.Normal(0.0, 10.0).expand([20]).to_event(1))
+        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+        pyro.sample("y", dist.Laplace(a + x @ b, scale).to_event(1), obs=y)
+
+    climb = module._climb
+    monkeypatch.setattr(module, "_climb", lambda *args: rounds.append(1) or climb(*args))
+    for seed in (0, 1, 2):
+        pyro.set_rng_seed(seed)
+        find_modes(Target(model))
+    assert len(rounds) == 3
+
+
+def test_a_single_path_that_ends_without_slope():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 10.0))
+        pyro.sample("y", dist.Laplace(x, 0.1).expand([2]).to_event(1), obs=torch.tensor([-1.0, 1]))
+
+    modes = find_modes(Target(model), num_starts=1)
+    assert modes.scale_tril.item() == pytest.approx(0.6, rel=0.4)  # of Uniform(-1, 1), not 10
+
+
 def test_steep_slopes_need_no_secants(monkeypatch):
     """Far below a count of 1000, only the smallest step of Newton's method gains."""
 
@@ -630,17 +661,15 @@ def test_steep_slopes_need_no_secants(monkeypatch):
         rate = pyro.sample("rate", dist.Normal(-3.0, 2.0).expand([20]).to_event(1))
         pyro.sample("y", dist.Poisson(rate.exp()).to_event(1), obs=torch.full((20,), 1000.0))
 
-    density = Target(model)
-    ends = []
-    separate = module._separate
+    calls, secants = [], Target.secants
 
-    def counted(target, found, *args):
-        ends.append(len(found.loc) - 1)
-        return separate(target, found, *args)
+    def counted(*args):
+        calls.append(args)
+        return secants(*args)
 
-    monkeypatch.setattr(module, "_separate", counted)
-    find_modes(density, num_starts=20)
-    assert ends[0] >= 20
+    monkeypatch.setattr(Target, "secants", counted)
+    assert len(find_modes(Target(model), num_starts=20).loc) == 1
+    assert len(calls) == 1  # which compares the modes
 
 
 def test_secants():
@@ -655,3 +684,17 @@ def test_secants():
     by_hand = [[0.6 - 1.4, 0.7 + 1], [0.6 - 0.6, 0.3 + 1], [1.4 - 1, 0.5 - 1], [-0.2 - 1, 0.5 + 1]]
     torch.testing.assert_close(score[0], torch.tensor(by_hand).mean(0))
     torch.testing.assert_close(hessian[0], torch.tensor([[-2.0, 1.0], [1.0, -2 / 1.6]]))
+
+
+def test_directions_without_a_finite_score_have_no_curvature():
+    """torch's derivative is NaN where a square root that is not used has a negative argument."""
+
+    def log_density(x):
+        root = torch.where(x[..., 0] > 0, x[..., 0].sqrt(), 0.0)
+        return -root - x[..., 1].square()
+
+    density = target(log_density, 2)
+    root = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    _, score, hessian = density.secants(torch.full((1, 2), 0.25), root)
+    assert score.isfinite().all()
+    torch.testing.assert_close(hessian[0], torch.tensor([[0.0, 0.0], [0.0, -2.0]]))

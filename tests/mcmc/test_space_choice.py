@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partialmethod
 
 import pyro
@@ -18,6 +19,7 @@ from pyro_implicit.mcmc import ChainPolicy, refine
 from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, _Walk, start_chains
 from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 
 
 def gaussian():
@@ -144,10 +146,37 @@ def test_the_space_of_chains_is_the_renewed_one(monkeypatch):
     torch.manual_seed(0)
     plan = ChainSetup(Sampler(Target(funnel), exact_funnel()), 64, 4000)
     space, chains = start_chains(plan)
-    assert space.name == "conditional" and space is chains.current_space
+    assert space is chains.current_space
+    first, chains = start_chains(replace(plan, frame="conditional"))
     walk = _Walk(chains, plan.policy)
-    latent = chains.current_space.to_latent(chains.points)
-    torch.testing.assert_close(walk._values(chains)[:, :4], latent - walk._centre)
+    assert chains.current_space is not first
+    read, to_latent = [], ConditionalNoise.to_latent
+
+    def recorded(space, points):
+        read.append(space)
+        return to_latent(space, points)
+
+    monkeypatch.setattr(ConditionalNoise, "to_latent", recorded)
+    walk._values(chains)
+    assert len(read) == 1 and read[0] is chains.current_space
+
+
+def test_a_walk_that_leaves_the_finite_numbers_has_no_speed():
+    walk = _Walk.__new__(_Walk)
+    walk._jump = walk._spread = torch.tensor([1.0, torch.inf])
+    walk.gradients = 1.0
+    assert walk.speed(walk) == 0.0
+
+
+def test_no_trial_walk_that_would_take_too_long(monkeypatch):
+    torch.manual_seed(0)
+    guide = AutoImplicit(gaussian, bent, frame=Frame(torch.zeros(3), torch.ones(3)))
+    guide()
+    sampler = Sampler(Target(gaussian), guide)
+    monkeypatch.setattr(Target, "seconds", lambda target, number: 1.0)
+    for limit, note in ((TimeLimit(60.0), ""), (NO_LIMIT, "times as fast")):
+        _, chains = start_chains(ChainSetup(sampler, 64, 4000, limit=limit))
+        assert bool(chains.space_note) == bool(note) and note in chains.space_note
 
 
 def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
