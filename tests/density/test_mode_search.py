@@ -625,24 +625,24 @@ def test_a_place_without_slope_between_kinks(seed, size, scale):
     assert modes.elbo.max().item() == pytest.approx(log_mass.item(), abs=2.0)  # without: -100
 
 
-def test_one_round_suffices_for_median_regression(monkeypatch):
+def test_one_round_suffices_for_quantile_regression(monkeypatch):
     """Paths that the first secants do not lead upwards go on: otherwise too few end at the mode."""
-    torch.manual_seed(1)
-    x, rounds = torch.randn(150, 20), []
-    y = 1 + x @ torch.linspace(-1.0, 1.0, 20) + dist.Laplace(0.0, 0.5).sample((150,))
+    torch.set_default_dtype(torch.float32)  # as in most models
+    torch.manual_seed(0)
+    x, rounds = torch.randn(80, 3), []
+    y = 1 + x @ torch.linspace(-1.0, 1.0, 3) + dist.Laplace(0.0, 0.5).sample((80,))
 
     def model():
         a = pyro.sample("a", dist.Normal(0.0, 10.0))
-        b = pyro.sample("b", dist.Normal(0.0, 10.0).expand([20]).to_event(1))
-        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
-        pyro.sample("y", dist.Laplace(a + x @ b, scale).to_event(1), obs=y)
+        b = pyro.sample("b", dist.Normal(0.0, 10.0).expand([3]).to_event(1))
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        left = (y - a - x @ b) / scale
+        pyro.factor("loss", (-torch.where(left > 0, 0.9 * left, -0.1 * left) - scale.log()).sum())
 
     climb = module._climb
     monkeypatch.setattr(module, "_climb", lambda *args: rounds.append(1) or climb(*args))
-    for seed in (0, 1, 2):
-        pyro.set_rng_seed(seed)
-        find_modes(Target(model))
-    assert len(rounds) == 3
+    find_modes(Target(model))
+    assert len(rounds) == 1
 
 
 def test_a_single_path_that_ends_without_slope():
