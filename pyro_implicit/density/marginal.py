@@ -15,7 +15,6 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import without_validation
 from pyro_implicit.density.policy import MarginalPolicy
 from pyro_implicit.density.run_mode import all_runs, in_each_run
@@ -94,8 +93,6 @@ class Marginal(SplitSites, ABC):
 
         :param rest: unconstrained coordinates of the remaining sites, ``(num_points, dim)``.
         """
-        if ACTIVE.recorder is not None:
-            raise Untraceable("marginal densities are not recorded: they choose their own work")
         return _Value.apply(rest, self).to(rest.dtype)
 
 

@@ -69,7 +69,7 @@ def test_the_search_does_not_climb_where_numbers_are_absorbed():
 
 def near_one():
     with pyro.plate("groups", 2):
-        p = pyro.sample("p", dist.Beta(0.1, 0.1))
+        p = pyro.sample("p", dist.Beta(0.1, 0.2))
         pyro.sample("y", dist.Binomial(10, p), obs=torch.tensor([3.0, 10.0]))
 
 
@@ -81,7 +81,7 @@ def test_single_precision_stands_still_near_a_bound():
     found = target.log_prob(points)
     assert found.dtype == torch.float32
     log_rest = torch.nn.functional.logsigmoid(-points[:, 1].double())  # log(1 - p)
-    torch.testing.assert_close(found - found[0], (0.1 * (log_rest - log_rest[0])).float())
+    torch.testing.assert_close(found - found[0], (0.2 * (log_rest - log_rest[0])).float())
 
 
 def test_single_precision_stands_still_in_a_wide_interval():
@@ -137,8 +137,8 @@ def test_sites_without_elements_and_simplices_are_resolved():
 def test_fit_finds_the_mass_near_a_bound(tmp_path):
     result = fit(near_one, "auto", seed=0, progress=False)
     share = (result.sample(4000)["p"][:, 1] < 0.999).double().mean()
-    exact = dist.Beta(torch.tensor(10.1).double(), 0.1).sample((100_000,)) < 0.999
-    assert abs(share - exact.double().mean()) < 0.04  # 0.11 in single precision
+    exact = dist.Beta(torch.tensor(10.1).double(), 0.2).sample((100_000,)) < 0.999
+    assert abs(share - exact.double().mean()) < 0.02  # 0.035 in single precision
     result.save(tmp_path / "result")
     loaded = Fit.load(tmp_path / "result", near_one)
     assert loaded.target.is_wide and result.target.is_wide
