@@ -52,6 +52,7 @@ from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.conditional_noise import conditional_noise
 from pyro_implicit.mcmc.spaces.space import GuideNoise
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops.annealing import NormalMixture
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
@@ -292,7 +293,8 @@ def move_draws(
     """Move draws of the guide to the posterior by chains.
 
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
-    :param modes: those of the search. Several modes are annealed instead.
+    :param modes: those of the search. Several modes are annealed instead, unless they are one in
+        the noise of the priors.
     :param fallback: see :class:`Plan`.
     """
     result = stages.result
@@ -307,8 +309,15 @@ def move_draws(
             line.outcome = "skipped: max_seconds is too short for chains"
             warn_user(_no_time("max_seconds is too short for chains"))
             return result
-        run = partial(refine_target, setup, modes=modes if several else None)
-        refined, note = _resolved(result.target, run)
+        joined = _across(stages, chains, modes) if several and stages.noise is not None else None
+        if joined is None:
+            run = partial(refine_target, setup, modes=modes if several else None)
+            refined, note = _resolved(result.target, run)
+        else:
+            refined, note = (
+                joined,
+                f"the {len(modes.loc)} modes are one in the noise of the priors; ",
+            )
         result.refined = refined
         line.outcome = f"{note}{refined.stopped} after {refined.num_gradients} gradients"
         if refined.modes_weighed and not several:
@@ -338,6 +347,40 @@ def move_draws(
     else:
         _teach_guide(stages, refined)
     return result
+
+
+def _across(stages: Stages, chains: ChainPlan, modes: Modes) -> Refined | None:
+    """Run chains from all modes in the noise of the priors; return None if modes stay separate.
+
+    The neck of a funnel may have a mode of its own in the latents, from which particles that anneal
+    do not spread. In the noise, neck and mouth are often one.
+    """
+    setup, result, budget = (
+        _chain_setup(stages, chains, False, True),
+        stages.result,
+        stages.policy.budget,
+    )
+    if setup is None:
+        return None
+    target, number = result.target, setup.num_chains
+    weights = 0.5 * modes.elbo.softmax(0) + 0.5 / len(modes.loc)
+    labels = torch.multinomial(weights, number, replacement=True)
+    normals = NormalMixture.of(weights.log(), modes.loc, modes.scale_tril)
+    starts = Sampler(target, target.constrain(normals.sample(labels)))
+    limit = TimeLimit(stages.limit.left(budget.training_share))
+    setup = replace(setup, sampler=starts, patience=0.0, anneals_apart=False, limit=limit)
+    refined = refine_target(setup)
+    if refined.stopped == "interrupted":
+        return refined
+    if refined.drift is None or refined.drift.r_hat > CHAINS.stopping.max_usable_r_hat:
+        return None
+    if not refined.settled:
+        more = (budget.patience - 1) * setup.max_gradients
+        refined = refined.refine_more(
+            stages.limit.seconds(), more, progress=stages.options["progress"]
+        )
+    result.num_modes = 1
+    return refined
 
 
 def _resolved(target: Target, run: Callable[[], Refined]) -> tuple[Refined, str]:

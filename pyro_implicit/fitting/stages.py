@@ -683,7 +683,9 @@ def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candi
         return ""
     if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
         return ""
-    if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
+    several = len(modes.loc) > 1 and not stages.result.symmetries
+    if (several or len(modes.loc) == 1) and len(target.shapes) > 1:
+        # A prior may depend on another site.
         stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
     if stages.noise is not None:
         return "; chains use the noise of the priors instead of a trained guide"
