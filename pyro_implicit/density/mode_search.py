@@ -67,9 +67,11 @@ def find_modes(
     continue with secants of the score, one standard deviation of their Gaussian to either side, and
     end when these have settled. Two path ends are separate modes if the log-density between them
     dips by more than 1 nat. If the log-density dips between the best Gaussian and every mode, this
-    Gaussian belongs to the mode at the end of its path. The search continues from new initial
-    points as long as any of several modes was found only once, or few paths have ended at modes,
-    because further modes are then likely to be missing.
+    Gaussian belongs to the mode at the end of its path. Of paths that end nowhere, as in a funnel,
+    the best Gaussians count as modes if at least two of them lie together and apart from all
+    others. The search continues from new initial points as long as any of several modes was found
+    only once, or few paths have ended at modes, because further modes are then likely to be
+    missing.
 
     **Example:**
 
@@ -117,6 +119,7 @@ def find_modes(
         near = near_origin(target, drawn, num_starts, 0, limit)
     starts = torch.cat([drawn, near, *given])
     found: Modes | None = None
+    endless: list[Modes] = []
     # A single path is not the luckiest of many.
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_particles
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
@@ -129,7 +132,8 @@ def find_modes(
                 ) from target.error
             if climbed is None:
                 break
-            best, end, tops = climbed
+            best, end, tops, rest = climbed
+            endless.append(rest)
             if found is None or best.elbo > found.elbo[0]:
                 top, top_end = best, end
             else:
@@ -138,14 +142,15 @@ def find_modes(
             found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
             is_late = watched.stopped or limit.is_over()
             final_draws = num_particles if is_late else final_draws
-            modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
+            more = Modes(*map(torch.cat, zip(*endless, strict=True)))
+            modes, num_met = _separate(target, found, top_end, more, max_gap, final_draws)
             if symmetries:
                 first = _first_copies(modes, confirmed(symmetries, target, modes.loc))
                 kept = first.unique()
                 num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
                 modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
-            is_alone = len(modes.loc) == 1
+            is_alone = int((num_met > 0).sum()) <= 1
             are_known = is_alone or bool((num_met != 1).all())
             least_met = SEARCH.least_met if is_alone else SEARCH.least_met_apart
             most_end_below = 0 < num_met.sum() < least_met * num_starts
@@ -308,12 +313,13 @@ class _Paths(NamedTuple):
 
 
 class _Climbed(NamedTuple):
-    """The best Gaussian of all paths, the Gaussian at the end of its path, if any, and the
-    Gaussians at the ends of all paths."""
+    """The best Gaussian of all paths, the Gaussian at the end of its path, if any, the Gaussians at
+    the ends of all paths, and the best ones of those that end nowhere."""
 
     best: Modes
     end: Modes
     tops: Modes
+    rest: Modes
 
 
 class _Climb:
@@ -329,6 +335,7 @@ class _Climb:
         self.limit, self.watched = limit, watched
         self.best: Modes | None = None
         self.best_path = -1
+        self._of_paths: tuple[Modes, Tensor] | None = None
         self._arrived: list[tuple[Modes, Tensor, Tensor]] = []
 
     @property
@@ -396,6 +403,7 @@ class _Climb:
         values = finite_log_prob(target, torch.cat([draws, proposals]))
         here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
         highest = _highest(draws, values[: len(draws)])
+        self._keep(here, highest, paths.number)
         if (index := _better(target, here, highest, self.best)) is not None:
             self.best = _rows(here, slice(index, index + 1))
             self.best_path = int(paths.number[index])
@@ -414,16 +422,36 @@ class _Climb:
         paths = _Paths(higher, factor, paths.number)
         return paths.some(~(has_arrived | is_stuck)), paths.some(is_stuck & ~has_arrived)
 
+    def _keep(self, here: Modes, highest: Tensor, number: Tensor) -> None:
+        """Keep the best Gaussian of each path, and its highest draw."""
+        if self._of_paths is None:
+            size = int(number.max()) + 1
+            none = [part.new_full((size, *part.shape[1:]), -math.inf) for part in (*here, highest)]
+            self._of_paths = Modes(*none[:3]), none[3]
+        best, tops = self._of_paths
+        rows = number.to(here.elbo.device)
+        is_better = here.elbo > best.elbo[rows]
+        for kept, part in zip((*best, tops), (*here, highest), strict=True):
+            kept[rows[is_better]] = part[is_better]
+
+    def _rest(self) -> Modes:
+        """Return the best Gaussians, near the best of all, of paths that end nowhere."""
+        assert self._of_paths is not None and self.best is not None
+        (best, highest), (_, _, arrived) = self._of_paths, self.tops
+        is_near = best.elbo > self.best.elbo - SEARCH.max_gap
+        is_near[arrived.to(is_near.device)] = False
+        best, highest = _rows(best, is_near), highest[is_near]
+        return _rows(best, _are_sound(self.target, best.loc, highest))
+
     def result(self) -> _Climbed | None:
         """Return what was found; None if no path began."""
         if self.best is None:
             return None
         tops, highest, numbers = self.tops
-        is_lost = [is_rounding(self.target, points) for points in (tops.loc, highest)]
-        is_sound = ~(is_lost[0] | is_lost[1])
+        is_sound = _are_sound(self.target, tops.loc, highest)
         _warn_of_rounding(tops.elbo[~is_sound], self.best)
         is_end = is_sound & (numbers == self.best_path).to(is_sound.device)
-        return _Climbed(self.best, _rows(tops, is_end), _rows(tops, is_sound))
+        return _Climbed(self.best, _rows(tops, is_end), _rows(tops, is_sound), self._rest())
 
 
 def _agree(factor: Tensor, other: Tensor, most: float = SEARCH.settled) -> Tensor:
@@ -477,11 +505,15 @@ def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) ->
     size = 1  # most often the first one is sound; near a spike hundreds are not
     while len(order):
         few, order, size = order[:size], order[size:], 2 * size
-        is_sound = ~is_rounding(target, torch.cat([here.loc[few], highest[few]]))
-        is_sound = is_sound.reshape(2, -1).all(0)
+        is_sound = _are_sound(target, here.loc[few], highest[few])
         if is_sound.any():
             return int(few[is_sound.byte().argmax()])
     return None
+
+
+def _are_sound(target: Target, loc: Tensor, highest: Tensor) -> Tensor:
+    """Tell which Gaussians are no spikes of rounding errors, by two points of each."""
+    return ~is_rounding(target, torch.cat([loc, highest])).reshape(2, -1).any(0)
 
 
 def _dip(target: Target, start: Tensor, end: Tensor) -> Tensor:
@@ -492,12 +524,13 @@ def _dip(target: Target, start: Tensor, end: Tensor) -> Tensor:
 
 
 def _separate(
-    target: Target, found: Modes, end: Modes, max_gap: float, num_draws: int
+    target: Target, found: Modes, end: Modes, rest: Modes, max_gap: float, num_draws: int
 ) -> tuple[Modes, Tensor]:
-    """Return the Gaussians between which the log-density dips, and how often each was found.
+    """Return the Gaussians between which the log-density dips, and the paths that end at each.
 
     :param found: the best Gaussian of all paths, and those at the paths' ends.
     :param end: the Gaussian at the end of the first one's path, if any.
+    :param rest: the best Gaussians of paths that end nowhere.
     """
     order = 1 + found.elbo[1:].argsort(descending=True)
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
@@ -505,28 +538,48 @@ def _separate(
     if len(end.loc) and (_dip(target, found.loc[order], found.loc[0]) > SEARCH.min_dip).all():
         # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
         top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
-    kept, num_met = [0], [0]
-    whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
-    for candidate in order.tolist():
-        start, other = top.loc[kept], top.loc[candidate]
-        apart = matvecmul(whiten, other - start).norm(dim=-1).nan_to_num(math.inf)
-        if apart.min() < SEARCH.same:
-            num_met[int(apart.argmin())] += 1
-            continue
-        dip = _dip(target, start, other)
-        nearest = int(dip.argmin())
-        if dip[nearest] > SEARCH.min_dip:
-            kept.append(candidate)
-            own = torch.linalg.inv_ex(top.scale_tril[candidate : candidate + 1])
-            whiten = torch.cat([whiten, own.inverse])
-            num_met.append(1)
-        else:
-            num_met[nearest] += 1
+    groups = _Groups(target, _rows(top, slice(1)))
+    kept = [0, *(row for row in order.tolist() if groups.put(_rows(top, slice(row, row + 1))))]
+    num_met = torch.tensor(groups.counts)
+    order = rest.elbo.argsort(descending=True)
+    apart = [row for row in order.tolist() if groups.put(_rows(rest, slice(row, row + 1)))]
+    counts = groups.counts[len(kept) :]
+    apart = [row for row, count in zip(apart, counts, strict=True) if count > 1]
+    num_met = torch.cat([num_met, torch.zeros(len(apart)).to(num_met)])
+    modes = Modes(*map(torch.cat, zip(_rows(found, kept), _rows(rest, apart), strict=True)))
     # Judged again with many draws: the best of many paths is partly the luckiest.
-    loc, root, elbo = _rows(found, kept)
+    loc, root, elbo = modes
     noise = antithetic_noise(loc, num_draws)
     draws = loc + matvecmul(root, noise)
     values = finite_log_prob(target, draws)
     is_sound = ~is_rounding(target, _highest(draws, values))
     elbo = torch.where(is_sound, gaussian_elbo(values, noise, root), elbo)
-    return Modes(loc, lower_factor(root), elbo), torch.tensor(num_met)
+    near = (elbo > elbo.max() - max_gap).cpu().nonzero().squeeze(-1)
+    return _rows(Modes(loc, lower_factor(root), elbo), near), num_met[near]
+
+
+class _Groups:
+    """Gaussians in groups, between which the log-density dips.
+
+    :param first: the first Gaussian of the first group, which is not counted.
+    """
+
+    def __init__(self, target: Target, first: Modes) -> None:
+        self.target, self.counts = target, [0]
+        self._loc, self._whiten = first.loc, torch.linalg.inv_ex(first.scale_tril).inverse
+
+    def put(self, one: Modes) -> bool:
+        """Put a Gaussian into the nearest group; return whether it begins one."""
+        apart = matvecmul(self._whiten, one.loc - self._loc).norm(dim=-1).nan_to_num(math.inf)
+        nearest = int(apart.argmin())
+        if apart[nearest] >= SEARCH.same:
+            dip = _dip(self.target, self._loc, one.loc[0])
+            nearest = int(dip.argmin())
+            if dip[nearest] > SEARCH.min_dip:
+                self._loc = torch.cat([self._loc, one.loc])
+                own = torch.linalg.inv_ex(one.scale_tril)
+                self._whiten = torch.cat([self._whiten, own.inverse])
+                self.counts.append(1)
+                return True
+        self.counts[nearest] += 1
+        return False

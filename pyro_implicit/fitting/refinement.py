@@ -302,25 +302,23 @@ def move_draws(
         warn_user(_no_time("max_seconds passed before chains could start"))
         return result
     # Annealing would need all copies: modes with equal units have fewer.
-    several = modes is not None and len(modes.loc) > 1 and not result.symmetries
+    if modes is not None and (len(modes.loc) == 1 or result.symmetries):
+        modes = None
     with result.attempt("refine") as line:
-        setup = _chain_setup(stages, chains, several, optional)
+        setup = _chain_setup(stages, chains, modes is not None, optional)
         if setup is None:
             line.outcome = "skipped: max_seconds is too short for chains"
             warn_user(_no_time("max_seconds is too short for chains"))
             return result
-        joined = _across(stages, chains, modes) if several and stages.noise is not None else None
-        if joined is None:
-            run = partial(refine_target, setup, modes=modes if several else None)
-            refined, note = _resolved(result.target, run)
-        else:
-            refined, note = (
-                joined,
-                f"the {len(modes.loc)} modes are one in the noise of the priors; ",
-            )
+        refined: Refined | None = None
+        if modes is not None and stages.noise is not None:
+            refined = _across(stages, chains, modes)
+            note = f"the {len(modes.loc)} modes are one in the noise of the priors; "
+        if refined is None:
+            refined, note = _resolved(result.target, partial(refine_target, setup, modes=modes))
         result.refined = refined
         line.outcome = f"{note}{refined.stopped} after {refined.num_gradients} gradients"
-        if refined.modes_weighed and not several:
+        if refined.modes_weighed and modes is None:
             line.outcome += "; annealed, because chains stayed in separate modes"
         if refined.weights is not None:
             line.outcome += f"; {refined.weights}"
