@@ -20,6 +20,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import ROUNDING
 from pyro_implicit.diagnostics.verdict import SMALL_ENOUGH
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
@@ -642,3 +643,57 @@ def test_draws_that_no_dtype_resolves_are_doubted():
         result = fit(rising_to_one, "auto", 0.05, refine=True, policy=policy, **QUIET)
     found = result.diagnose(num_transitions=0, modes=None)
     assert found.verdict != "trust" and "mass beyond is lost" in str(found)
+
+
+def two_modes_of_a_hierarchy(y):
+    """A latent with modes near 2.5 and -1.5, beside groups whose scale makes a funnel."""
+    z = pyro.sample("z", dist.Normal(0.3, 1.0))
+    pyro.sample("known", dist.Normal(z**2 - z, 0.5), obs=torch.tensor(4.0))
+    vague_groups(y, pyro.sample("scale", dist.HalfNormal(2.0)))
+
+
+def vague_groups(y, scale):
+    with pyro.plate("groups", len(y)):
+        x = pyro.sample("x", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+GROUPS = torch.tensor([-2.0, -1.0, 0.0, 1.0, 1.5, 3.0])
+
+
+def test_both_modes_beside_a_funnel():
+    z = torch.linspace(-5, 5, 10_001).double()
+    weights = (-0.5 * (z - 0.3) ** 2 - 0.5 * ((z**2 - z - 4) / 0.5) ** 2).softmax(0)
+    few = FitPolicy(budget=BudgetPolicy(most_gradients=2000))
+    result = fit(two_modes_of_a_hierarchy, "auto", GROUPS, policy=few, **QUIET)
+    share = (result.sample(4000)["z"] > 0).double().mean()
+    assert abs(share - weights[z > 0].sum()) < 0.04  # .31; 0 without the second mode
+    assert result.refined.weights is not None
+
+
+def test_neck_and_mouth_of_a_funnel_are_one_mode(monkeypatch):
+    def model(y):
+        tau = pyro.sample("tau", dist.Gamma(0.01, 0.01))
+        vague_groups(y, tau**-0.5)
+
+    search = stages.Stages.search
+
+    def with_neck(self, target, *args):
+        mouth = search(self, target, *args)
+        scales = torch.tensor([1.0] + [0.14] * 6)  # of x given tau = exp(4)
+        neck = torch.tensor([[4.0] + [0.0] * 6]), scales.diag().unsqueeze(0), mouth.elbo - 1
+        return Modes(*map(torch.cat, zip(mouth, neck, strict=True)))
+
+    monkeypatch.setattr(stages.Stages, "search", with_neck)
+    u = torch.linspace(-12, 12, 10_001).double()
+    variance = (1 + (-u).exp()).unsqueeze(-1)
+    log_prob = dist.Normal(0.0, variance.sqrt()).log_prob(GROUPS.double()).sum(-1)
+    weights = (log_prob + 0.01 * (u - u.exp())).softmax(0)
+    mean = weights @ u
+    result = fit(model, "auto", GROUPS, **QUIET)
+    drawn = result.sample(8000)["tau"].log()
+    scale = (weights @ (u - mean) ** 2).sqrt()
+    assert abs(drawn.mean() - mean) < 0.1 * scale
+    assert abs(drawn.std() / scale - 1) < 0.1
+    assert "the 2 modes are one in the noise of the priors" in str(result)
+    assert result.num_modes == 1 and result.refined.weights is None
