@@ -17,7 +17,7 @@ import torch
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.marginal import Marginal, MarginalModel
 from pyro_implicit.density.marginal_discrete import DiscreteMarginal, find_owners
-from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.policy import DISCRETE, RUNS, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import joint_draws, mean_field_guide
 from pyro_implicit.fitting.parameters import first_few, model_parameters, shown_names
@@ -33,7 +33,6 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.kernels.window_gibbs import dependence, terms_given
-from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.clock import TimeLimit
 
 __all__ = ["fit_discrete", "fit_marginal"]
@@ -210,16 +209,16 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
     """Return the density without the discrete elements if their terms form trees."""
     if target.discrete_dim == target.latent_dim or not target.is_vectorized:
         return None
-    limits, elements = DEFAULT.window, target.elements
+    elements = target.elements
     assert elements is not None
     if not elements.low.isfinite().all():
         return None
-    points = target.sample_prior(limits.num_probed)
+    points = target.sample_prior(RUNS.num_points)
     split = target.latent_dim - target.discrete_dim
     continuous, values = points[:, :split], points[:, split:]
     terms = terms_given(target.terms, continuous)
     depends = dependence(values, terms, elements)
-    for reach in (limits.first_reach**0.5, limits.first_reach):
+    for reach in (DISCRETE.longest_stride**0.5, DISCRETE.longest_stride):
         # Small moves change nothing where the density is 0.
         far = (values + reach).minimum(elements.high)
         depends |= dependence(values, terms, elements, far)

@@ -33,7 +33,6 @@ __all__ = [
     "DENORMAL_MARGIN",
     "DRAWS_AT_ONCE",
     "BudgetPolicy",
-    "ChangePolicy",
     "ChoicePolicy",
     "CorrectionPolicy",
     "FitPolicy",
@@ -358,10 +357,9 @@ class StartPolicy:
     num_samples: int = 8
 
     #: Mean fields that are trained together from different starts; with ideal points, one to five
-    #: of eight ended in the right mode. Their steps, at most; with fewer than the least, none are.
+    #: of eight ended in the right mode. Their steps, at most; with less than a quarter, none are.
     num_raced: int = 16
     race_steps: int = 200
-    least_race_steps: int = 50
 
     #: Seconds that this may take, and share of the remaining ``max_seconds``.
     race_seconds: float = 4.0
@@ -396,18 +394,6 @@ class ChoicePolicy:
 
     #: Share of the posterior mass of a mode that a candidate must not leave out.
     least_mass: float = 0.01
-
-
-@dataclass(frozen=True)
-class ChangePolicy:
-    """How a result notices that the data of its model have changed."""
-
-    #: Draws at which log-densities are compared.
-    num_points: int = 3
-
-    #: Nats of a change that matters, and share of the log-density that may be rounding in float32.
-    absolute: float = 0.1
-    relative: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -841,9 +827,6 @@ class FitPolicy:
 
     #: The choice between candidates.
     choice: ChoicePolicy = field(default_factory=ChoicePolicy)
-
-    #: Changed data.
-    change: ChangePolicy = field(default_factory=ChangePolicy)
 
     #: Importance weights.
     correction: CorrectionPolicy = field(default_factory=CorrectionPolicy)

@@ -26,6 +26,7 @@ from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictiv
 from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.model import IMPOSSIBLE, SubsampledError, trace_model
 from pyro_implicit.density.pass_target import RowsTarget
+from pyro_implicit.density.policy import ROUNDING, RUNS
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.tails import Tails, with_short_tails
@@ -215,9 +216,8 @@ class Fit(Printed):
         points, before = self.known
         with self.own_parameters():
             now = self._target.log_prob(points.to(self._target.init_loc)).to(before)
-        policy = self.policy.change
-        change = (now - before).abs() - policy.relative * before.abs()
-        if not (change <= policy.absolute).all():
+        change = (now - before).abs() - RUNS.repeat_tolerance * before.abs()
+        if not (change <= ROUNDING.max_error).all():
             worst = int(change.argmax())
             raise ValueError(
                 f"the model's log-density at a draw was {before[worst]:.6g} in fit, and is "

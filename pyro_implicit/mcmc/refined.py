@@ -499,8 +499,9 @@ def collect_minibatches(
             "more max_epochs, or a smaller step_size"
         )
     if choice.relaxations < 1 and chains.stopped != "interrupted":
-        # Steps are too few to relax, so relaxation times grow as the steps do.
-        factor = limits.enough / max(choice.relaxations, 1e-9)
+        # Steps are too few to relax, so relaxation times grow as the steps do. After two of them
+        # the mean has forgotten the start.
+        factor = 2 / max(choice.relaxations, 1e-9)
         more = f"max_epochs (about {math.ceil(factor * steps / epoch_length)})"
         if chains.stopped == "max_seconds":
             more = f"max_seconds (about {math.ceil(factor * chains.seconds)})"
