@@ -728,6 +728,15 @@ class IntegrationPolicy:
     #: Share of ``max_seconds`` that the fit of the remaining variables may take.
     time_share: float = 0.7
 
+    def affordable_draws(self, latent_dim: int, seconds: float) -> int:
+        """Return the number of draws of all variables.
+
+        :param latent_dim: the number of all variables.
+        :param seconds: the cost of an evaluation of the remaining variables' density at one point.
+        """
+        most = min(self.num_samples, self.num_stored / latent_dim, self.draw_seconds / seconds)
+        return max(self.least_draws, 2 ** int(math.log2(most)))
+
 
 @dataclass(frozen=True)
 class SimulatorPolicy:

@@ -404,8 +404,10 @@ class Fit(Printed):
         result = replace(self, marginal=more, stages=[*self.stages], interrupted=False)
         result.stages.append(more.stages[-1])
         with result.stage("draws") as line:
-            number = self.policy.integration.num_samples
-            result.draws, _ = joint_draws(more, more.source[0].marginal, number)
+            marginal, policy = more.source[0].marginal, self.policy.integration
+            seconds = marginal.seconds(with_score=False)
+            number = policy.affordable_draws(marginal.target.latent_dim, seconds)
+            result.draws, _ = joint_draws(more, marginal, number)
             line.outcome = f"{result.draws.num_draws:,} draws of all latent variables"
         return result
 

@@ -161,6 +161,10 @@ def test_chains_of_the_remaining_variables_go_on() -> None:
     assert longer.stages[-1].name == "draws" and longer.draws is not chains.draws
     one, two = chains.sample(1000)["steps"], longer.sample(1000)["steps"]
     assert ((one.mean(0) - two.mean(0)) / one.std(0)).abs().max() < 6 * (2 / 1000) ** 0.5
+    few = replace(policy.integration, num_stored=256 * chains.target.latent_dim, least_draws=1)
+    limited = replace(chains, policy=replace(policy, integration=few))
+    limited = limited.refine_more(max_gradients=20, progress=False)
+    assert limited.draws.num_draws <= 256 < longer.draws.num_draws
 
 
 def test_a_density_that_fails_the_check_is_fitted_as_before(monkeypatch: Any) -> None:
