@@ -276,7 +276,7 @@ class SearchPolicy:
     min_dip: float = 1.0
 
     #: Distance in standard deviations up to which two path ends are one mode; paths to one mode end
-    #: 0.1 apart (``at_top``).
+    #: 0.1 apart (``at_top``). With the units in order, it is the root mean square of coordinates.
     same: float = 0.3
 
     #: Points on the line between two modes at which a dip is looked for.
@@ -508,10 +508,6 @@ class SymmetryPolicy:
     #: Plates, dimensions of one length, or sites, whose subsets are all tried; of more, as many
     #: subsets of a few, and the whole.
     most_blocks: int = 9
-
-    #: Root mean square distance of modes with their units in order, in sds of coordinates, up to
-    #: which they are the same: paths end near a mode, not at it.
-    same_mode: float = 0.5
 
     #: Units of the largest rotations.
     most_rotated: int = 64

@@ -271,9 +271,6 @@ class ReferencePolicy:
 class DistancePolicy:
     """Accuracy and time of the distances between sets of draws."""
 
-    #: Numbers per set of draws that are projected at once (32 MB in float64).
-    chunk_numel: int = 2**22
-
     #: Coordinates above which differences of all pairs take longer than a second.
     exact_dim: int = 300
 

@@ -180,10 +180,6 @@ class BudgetPolicy:
     #: Factor on the budget for chains that have not converged; most stop long before.
     patience: int = 2
 
-    #: R-hat of chains that ``max_seconds`` ended from which they are dropped: the guide's draws
-    #: moved by less than a tenth of a standard deviation.
-    stuck_r_hat: float = 10.0
-
     #: Seconds of one core, measured, up to which chains continue if R-hat or errors are too large;
     #: about what NUTS takes for hard models of hundreds of latent variables.
     patient_seconds: float = 120.0
@@ -418,9 +414,6 @@ class CorrectionPolicy:
     #: then have the errors of exact ones.
     least_efficiency: float = 0.5
 
-    #: The same above which k-hat is ignored: the tail of nearly even weights is rounding.
-    even: float = EVEN_EFFICIENCY
-
     #: The same above which a guide near the posterior needs no chains, and its training may end.
     near: float = 0.9
 
@@ -482,7 +475,7 @@ class CorrectionPolicy:
 
         :param weights: log-weights of the guide's draws.
         """
-        return weights.efficiency > self.even or (
+        return weights.efficiency > EVEN_EFFICIENCY or (
             weights.efficiency > self.near and weights.khat < RELIABLE_KHAT
         )
 

@@ -123,7 +123,7 @@ def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> Chai
     while num_chains > budget.least_chains:
         if num_chains <= budget.usual_chains and gradients >= budget.usual_gradients:
             break
-        if seconds(num_chains // 2) > CHAINS.worthwhile * seconds(num_chains):
+        if seconds(num_chains // 2) > CHAINS.max_halved_cost * seconds(num_chains):
             break
         num_chains //= 2
         gradients = affordable_gradients(num_chains)
@@ -318,7 +318,7 @@ def move_draws(
             line.outcome += f"; {refined.images}"
     if has_failed(line):
         return result
-    if optional and refined.stopped == "max_seconds" and _is_stuck(refined, stages.policy.budget):
+    if optional and refined.stopped == "max_seconds" and _is_stuck(refined):
         result.refined = None
         line.outcome += f"; {refined.drift}: dropped"
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
@@ -426,8 +426,9 @@ def _teach_guide(stages: Stages, refined: Refined) -> None:
         _match_gaussian(stages, refined)
 
 
-def _is_stuck(refined: Refined, budget: BudgetPolicy) -> bool:
-    return refined.drift is not None and not refined.drift.r_hat <= budget.stuck_r_hat
+def _is_stuck(refined: Refined) -> bool:
+    most = CHAINS.stopping.unmoved_r_hat
+    return refined.drift is not None and not refined.drift.r_hat <= most
 
 
 def _no_time(what: str) -> str:

@@ -65,9 +65,6 @@ class FramePolicy:
     #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
-    #: Ridge of a correlation matrix, far above rounding in float64 and far below sampling noise.
-    ridge: float = 1e-10
-
 
 @dataclass(frozen=True)
 class HMCPolicy:
@@ -307,13 +304,14 @@ class StoppingPolicy:
     #: Ratio of the numbers of draws of successive checks.
     between_checks: float = 1.2
 
-    #: Draws of each chain before a budget may stop the run.
+    #: Draws of each chain before a budget may stop the run; with minibatches, steps after a warm-up
+    #: that it ends.
     least_draws: int = 12
 
     #: Share of failed trajectories above which draws are doubtful.
-    max_end_failed: float = 0.01
+    max_end_failed: float = 0.05
 
-    #: Nested R-hat up to which a filling neck would show, also if a budget stopped the chains.
+    #: Nested R-hat up to which draws may be used if a budget stopped the chains.
     max_usable_r_hat: float = 1.2
 
     #: Effective draws of the worst quantity, by R-hat, of chains that a budget may stop: those of
@@ -333,7 +331,13 @@ class StoppingPolicy:
     #: then three times the width of one. Slow chains, as in a funnel, have less.
     stuck_r_hat: float = 3.0
 
-    #: Gradients of each chain from which such an R-hat ends it; most chains converge before.
+    #: Nested R-hat of chains that have moved by less than a tenth of a standard deviation: ``fit``
+    #: drops them if ``max_seconds`` ended them. If the budget is too short, their conditional space
+    #: is made again from the draws: R-hat is 17 to 420 in a space that was made far from the
+    #: posterior (``volatility_2500``).
+    unmoved_r_hat: float = 10.0
+
+    #: Gradients of each chain from which ``stuck_r_hat`` ends it; most chains converge before.
     stuck_gradients: int = 8192
 
     #: Ratio of the gradients needed to the gradients left, above which the chains begin again with
@@ -341,10 +345,7 @@ class StoppingPolicy:
     too_long: float = 2.0
 
     #: Remaining seconds, as a share of the spent ones, below which chains end.
-    worthwhile: float = 0.25
-
-    #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
-    max_converged_failed: float = 0.05
+    least_left: float = 0.25
 
     #: Standard error of a mode's weight above which ``diagnose`` does not count it as known.
     max_weight_error: float = 0.02
@@ -379,10 +380,6 @@ class SpacePolicy:
     #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``. Also
     #: the sds by which other latents are moved to see whether the noise is round there.
     max_moved: float = 3.0
-
-    #: Nested R-hat above which the conditional space is made again from the draws, if the budget is
-    #: too short: 17 to 420 in a space that was made far from the posterior (``volatility_2500``).
-    remade_r_hat: float = 10.0
 
     #: Draws to which the law of the information is fitted in a window of the warm-up.
     law_draws: int = 256
@@ -590,9 +587,6 @@ class LangevinPolicy(EpochPolicy):
     #: Share of the budget for the warm-up.
     warmup_share: float = 0.3
 
-    #: Steps after the warm-up that a time budget leaves.
-    least_sampled: int = 10
-
     #: Steps of the shortest run.
     least_in_all: int = 4
 
@@ -652,8 +646,9 @@ class ChainPolicy:
     #: but a gradient costs little less (``student_walk_400``: 120 s with 32 chains, 68 s with 64).
     least_long_chains: int = 64
 
-    #: Share of the cost of a gradient at which halving the number of chains ends.
-    worthwhile: float = 0.7
+    #: Cost of a gradient of half of the chains, as a share of that of all, above which their number
+    #: is not halved.
+    max_halved_cost: float = 0.7
 
     #: Leapfrog steps of their longest trajectory, half of NUTS's 1,023.
     long_leapfrogs: int = 512

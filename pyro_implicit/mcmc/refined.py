@@ -271,10 +271,7 @@ class Refined(Printed, ArvizExport):
         if not self.settled and self.drift is None:
             how = "interrupted" if self.stopped == "interrupted" else f"stopped by {self.stopped}"
             found.append(f"the chains were {how}, before they settled")
-        limits = self.policy
-        is_usable = self.drift is not None and self.drift.r_hat <= limits.max_usable_r_hat
-        is_usable |= self.stopped == "converged"
-        if self.failed > (limits.max_converged_failed if is_usable else limits.max_end_failed):
+        if self.failed > self.policy.max_end_failed:
             share = f"{self.failed:.1%} of the chains' trajectories failed"
             found.append(f"{share}: narrow places may not have filled")
         if self.unresolved:

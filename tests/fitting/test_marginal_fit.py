@@ -122,9 +122,12 @@ def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
     assert new.sample(5)["steps"].shape == (5, 24)
 
 
-def test_uneven_weights_of_the_remaining_variables_are_doubts(result: Fit) -> None:
+def test_uneven_weights_of_the_remaining_variables_are_doubts(
+    result: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = result.marginal
-    limits = CorrectionPolicy(least_efficiency=2.0, near=2.0, even=2.0, agrees=2.0)
+    monkeypatch.setattr("pyro_implicit.fitting.policy.EVEN_EFFICIENCY", 2.0)
+    limits = CorrectionPolicy(least_efficiency=2.0, near=2.0, agrees=2.0)
     strict = replace(inner.policy, correction=limits)
     for policy, is_settled in ((inner.policy, True), (strict, False)):
         marginal = inner.source[0].marginal
