@@ -165,7 +165,7 @@ class PassStages:
                 line.outcome = self._warn_of_gaussian()
                 return draws, None
             target.centre(modes.loc[0])
-            few, most = policy.num_weighed
+            few, most = policy.num_weighed, policy.num_samples
             few = max(few, 2 ** math.ceil(math.log2(policy.weighed_per_dim * target.latent_dim)))
             points, found = _log_weights(target, modes, few, few, limit)
             is_cheap = most * target.num_evaluations <= policy.cheap_evaluations

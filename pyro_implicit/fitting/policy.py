@@ -559,8 +559,8 @@ class PassPolicy:
     #: of a quadrature, at most. Each takes 0.2 to 0.4 microseconds.
     most_evaluations: float = 1e9
 
-    #: Draws whose weights are computed, first and if these are uneven; powers of two.
-    num_weighed: tuple[int, int] = (32, 8192)
+    #: Draws whose weights are computed first; a power of two.
+    num_weighed: int = 32
 
     #: First weights for each latent variable, at least: they estimate a covariance.
     weighed_per_dim: int = 8
@@ -581,7 +581,7 @@ class PassPolicy:
     #: for never.
     least_promising: float = 0.0
 
-    #: Evaluations of all ``num_weighed``, about three seconds, up to which they are computed
+    #: Evaluations of all ``num_samples``, about three seconds, up to which they are computed
     #: although fewer would do. With 100 groups of counts, the standard deviations by 32 even
     #: weights were 4 to 6% too small.
     cheap_evaluations: float = 1.5e7
@@ -589,7 +589,8 @@ class PassPolicy:
     #: Most groups or rows for which chains run after uneven weights.
     most_chained: int = 10_000
 
-    #: Stored draws; a power of two, because they are Sobol points.
+    #: Stored draws, and at most as many weights if the first ones are uneven; a power of two,
+    #: because they are Sobol points.
     num_samples: int = 8192
 
     def accepts(self, weights: LogWeights) -> bool:
