@@ -62,6 +62,8 @@ __all__ = [
     "affordable_chains",
     "chains_within",
     "correct",
+    "has_failed",
+    "large_errors",
     "make_plan",
     "move_draws",
     "patience_of",
