@@ -42,7 +42,7 @@ SHORT = replace(
     ),
     hierarchy=HierarchyPolicy(
         num_pilot=50, num_starts=1, search_rounds=1, search_iterations=2,
-        num_weighed=(32, 64), num_samples=64,
+        num_weighed=32, num_samples=64,
         max_khat=math.inf, least_effective=0.0,  # tests/fitting/test_hierarchy.py runs the chains
     ),
     integration=replace(

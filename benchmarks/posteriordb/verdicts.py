@@ -42,13 +42,12 @@ from benchmarks.posteriordb import data
 from benchmarks.posteriordb.metrics import floor, measure
 from benchmarks.posteriordb.run import reference_of
 from benchmarks.targets import make_target
-from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.verdict import Diagnosis
-from pyro_implicit.fitting import fit
-from pyro_implicit.fitting.candidates import gaussian_guide
+from pyro_implicit.fitting import exact_guide, fit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 
 OUT = RESULTS / "verdicts.jsonl"
@@ -89,6 +88,11 @@ def load(name: str, data_dir: Path | None) -> Case:
     return Case(posterior.model, posterior.args, posterior.unconstrain, reference_of(posterior))
 
 
+def gaussian_guide(case: Case, loc: Tensor, scale_tril: Tensor) -> Any:
+    """Return a guide that is this Gaussian."""
+    return exact_guide(case.model, Modes(loc[None], scale_tril[None], loc.new_zeros(1)), *case.args)
+
+
 def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Return functions that make guides, by name; ``None`` if there is no such guide."""
     model, args = case.model, case.args
@@ -101,7 +105,7 @@ def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     def mean_field() -> Any:
         loc, scale_tril = best_gaussian()
         sds = torch.cholesky_inverse(scale_tril).diagonal().rsqrt()
-        return gaussian_guide(model, loc, sds.diag(), *args)
+        return gaussian_guide(case, loc, sds.diag())
 
     @cache
     def fitted() -> Any:
@@ -110,7 +114,7 @@ def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     def one_mode() -> Any:
         return fitted().components[0] if isinstance(fitted(), AutoMixture) else None
 
-    yield "laplace", lambda: gaussian_guide(model, *best_gaussian(), *args)
+    yield "laplace", lambda: gaussian_guide(case, *best_gaussian())
     yield "mean-field", mean_field
     yield "one mode", one_mode
     yield "fit", fitted

@@ -24,7 +24,7 @@ from pyro_implicit.compiled import (
     disagreement,
 )
 from pyro_implicit.compiled.recorder import DispatchMode
-from pyro_implicit.density.policy import COST
+from pyro_implicit.density.policy import COST, RUNS
 from pyro_implicit.density.workers import current_workers
 from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.runtime.messages import first_line
@@ -147,7 +147,7 @@ def nearby(point: Tensor, number: int) -> Tensor:
 
     :param point: ``(dim,)``.
     """
-    return point + torch.linspace(-COST.spread, COST.spread, number).to(point).unsqueeze(-1)
+    return point + torch.linspace(-RUNS.nearby, RUNS.nearby, number).to(point).unsqueeze(-1)
 
 
 class _Counter(DispatchMode):

@@ -15,8 +15,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.model import without_validation
-from pyro_implicit.density.policy import MarginalPolicy
+from pyro_implicit.density.policy import SEARCH, MarginalPolicy
 from pyro_implicit.density.run_mode import all_runs, in_each_run
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import site_parts
@@ -81,6 +82,14 @@ class Marginal(SplitSites, ABC):
             which the joint log-density differs from that of the marginal and conditional ones,
             beyond rounding; inf where there is no density.
         """
+
+    def seconds(self, with_score: bool) -> float:
+        """Return the estimated seconds of one core for an evaluation at one point.
+
+        :param with_score: see :meth:`evaluate`.
+        """
+        points = nearby(self.init_loc, SEARCH.num_draws)
+        return estimated_seconds(lambda: self.evaluate(points, with_score)) / len(points)
 
     def _vectors(self, rest: Tensor, own: Tensor) -> Tensor:
         """Return vectors of all latent variables, ``(num_points, latent_dim)``."""

@@ -25,7 +25,7 @@ from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee
 from torch import Tensor
 
 from pyro_implicit.density.marginal import Marginal, SplitSites
-from pyro_implicit.density.policy import MARGINAL, MarginalPolicy
+from pyro_implicit.density.policy import MARGINAL, RUNS, MarginalPolicy
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.block_tridiagonal import BlockFactor
 from pyro_implicit.ops.jacobian import hessian_products
@@ -476,7 +476,7 @@ def find_normal_marginal(
     if target.summed_out or target.subsampled or not target.is_vectorized:
         return None
     bends = _bend(target, own, target.init_loc.unsqueeze(0), policy)
-    starts = target.sample_prior(policy.num_points - 1)
+    starts = target.sample_prior(RUNS.num_points - 1)
     starts = target.init_loc + policy.spread * (starts - target.init_loc)
     starts = torch.cat([target.init_loc.unsqueeze(0), starts[starts.isfinite().all(-1)]])
     exact = target.in_double()

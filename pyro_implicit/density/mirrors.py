@@ -238,7 +238,7 @@ def _apart(draws: Tensor) -> Tensor:
     """Return whether coordinates have a gap around 0, ``(latent_dim,)``."""
     size = draws.abs()
     sd = size.std(0)
-    nearest = size.kthvalue(1 + int(MIRROR.gap_share * len(size)), 0).values
+    nearest = size.kthvalue(1 + int(MIRROR.least_share * len(size)), 0).values
     return (size.mean(0) > MIRROR.separation * sd) & (nearest > MIRROR.gap * sd) & (sd > 0)
 
 

@@ -180,7 +180,7 @@ def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
         kept = sorted({*found})
         distances = ((ordered[row] - ordered[kept]) / sds[kept]).square().mean(-1).sqrt()
         nearest = int(distances.argmin())
-        found.append(kept[nearest] if distances[nearest] < SYMMETRY.same_mode else row)
+        found.append(kept[nearest] if distances[nearest] < SEARCH.same else row)
     return torch.tensor(found)
 
 

@@ -54,10 +54,12 @@ class RunPolicy:
     tolerance: float = 1e-3
 
     #: Absolute and relative difference of log-densities of two plain runs at one point that counts
-    #: as equal: sums of float32 in another order. A larger one means that the model is random.
+    #: as equal: sums of float32 in another order. A larger one means that the model is random, or
+    #: that its data have changed.
     repeat_tolerance: float = 1e-5
 
-    #: Differences up to this multiple of the effect of the latents' last bits are rounding.
+    #: Differences up to this multiple of the effect of the latents' last bits are rounding, or of
+    #: the last bit of the log-density of a model that can only run in single precision.
     rounding: float = 10.0
 
     #: Runs at one point whose observed sites are compared: a loop of random length, of two lengths,
@@ -65,10 +67,16 @@ class RunPolicy:
     #: shapes of all latent variables are compared, for the same reason.
     num_compared_runs: int = 8
 
-    #: Least distance in unconstrained coordinates by which latent variables are moved, to find
-    #: priors that depend on others; the largest is twice as large. All distances differ, so
-    #: differences of latent variables change as well.
-    prior_shift: float = 0.1
+    #: Points at which a claim about the density is tried: which terms depend on which elements,
+    #: symmetries, a quadratic form, unchanged data, and gradients, of which half must be wrong, and
+    #: two.
+    num_points: int = 4
+
+    #: Distance of nearby points in unconstrained coordinates, as where an evaluation is counted, or
+    #: a gradient is compared: priors may have kinks at ``init_loc``. Also the least distance by
+    #: which latent variables are moved, to find priors that depend on others; the largest is twice
+    #: as large. All distances differ, so differences of latent variables change as well.
+    nearby: float = 0.1
 
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 100
@@ -139,9 +147,6 @@ class CostPolicy:
     #: Rows above which the cubic term of a factorisation dominates.
     large_matrix: int = 100
 
-    #: Distance of the points at which an evaluation is counted, in unconstrained coordinates.
-    spread: float = 0.1
-
     #: Two numbers of points, from which the cost of any number is extrapolated.
     counted_points: tuple[int, int] = (2, 4)
 
@@ -175,12 +180,6 @@ class GradientPolicy:
     #: Two widths of central differences, in unconstrained coordinates; rows where they disagree are
     #: not judged. Wide enough for float32.
     steps: tuple[float, float] = (1e-2, 2.5e-3)
-
-    #: Distance of the points from ``init_loc``, where priors may have kinks.
-    distance: float = 0.1
-
-    #: Points; a gradient must be wrong at half of them, and at two.
-    num_points: int = 4
 
     #: Groups of sites that are moved together; bounds the evaluations to 4 per group and point.
     max_groups: int = 6
@@ -243,7 +242,8 @@ class SearchPolicy:
     #: Newton steps in all below which ``fit`` and ``diagnose`` skip the search.
     least_iterations: int = 10
 
-    #: Share of ``max_seconds`` that the search may take in ``fit`` and ``refine``.
+    #: Share of the remaining ``max_seconds`` that the search may take in ``fit`` and ``refine``,
+    #: and that making or comparing the spaces of chains may take.
     time_share: float = 0.25
 
     #: Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4.
@@ -276,7 +276,7 @@ class SearchPolicy:
     min_dip: float = 1.0
 
     #: Distance in standard deviations up to which two path ends are one mode; paths to one mode end
-    #: 0.1 apart (``at_top``).
+    #: 0.1 apart (``at_top``). With the units in order, it is the root mean square of coordinates.
     same: float = 0.3
 
     #: Points on the line between two modes at which a dip is looked for.
@@ -322,7 +322,8 @@ class DiscretePolicy:
     most_paired: int = 512
     negligible: float = 1e-7
 
-    #: The largest distance of these values.
+    #: The largest distance of these values, and the longest stride of moves that look for possible
+    #: values, or for the elements on which terms depend.
     longest_stride: int = 1024
 
     #: Nats of a new highest density at which the window of these values follows it, and its margin
@@ -350,7 +351,8 @@ class RoundingPolicy:
 
     #: Nats of rounding error at a share of the draws from which ``fit`` evaluates the model in
     #: double precision, or names rounding as the reason why chains fail, and the number of these
-    #: draws. Trajectories need about a tenth of a nat.
+    #: draws. Trajectories need about a tenth of a nat. A change of the density by more, beyond
+    #: rounding, means that the data have changed.
     max_error: float = 0.1
     share: float = 0.05
     num_draws: int = 32
@@ -376,9 +378,6 @@ class PilotPolicy:
     #: minibatches: other rows, or randomness of the model. It shifts the posterior by as many
     #: standard deviations.
     max_noise: float = 0.05
-
-    #: Further last bits of the log-density, if the model can only run in single precision.
-    last_bits: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -455,10 +454,8 @@ class MarginalPolicy:
     #: matrices take 1.7 ms each in blocks of 16, 2.3 ms in blocks of 8, 4.6 ms in blocks of 32.
     least_block: int = 16
 
-    #: Values of the remaining sites at which the density is compared with its quadratic form.
-    num_points: int = 4
-
-    #: Their distance from the initial point, as a share of the way to a draw of the prior.
+    #: Distance of the values of the remaining sites, at which the density is compared with its
+    #: quadratic form, from the initial point, as a share of the way to a draw of the prior.
     spread: float = 0.5
 
     #: Distances in conditional standard deviations at which it is compared: a Student or logistic
@@ -496,10 +493,7 @@ class MarginalPolicy:
 class SymmetryPolicy:
     """How groups that leave a posterior unchanged are found."""
 
-    #: Points at which the density is compared.
-    num_points: int = 4
-
-    #: Modes, or starts of chains, at which it is compared again: it may have spikes.
+    #: Modes, or starts of chains, at which the density is compared again: it may have spikes.
     num_confirmed: int = 64
 
     #: Draws from which the keys are chosen by which units are ordered.
@@ -514,10 +508,6 @@ class SymmetryPolicy:
     #: Plates, dimensions of one length, or sites, whose subsets are all tried; of more, as many
     #: subsets of a few, and the whole.
     most_blocks: int = 9
-
-    #: Root mean square distance of modes with their units in order, in sds of coordinates, up to
-    #: which they are the same: paths end near a mode, not at it.
-    same_mode: float = 0.5
 
     #: Units of the largest rotations.
     most_rotated: int = 64
@@ -540,9 +530,6 @@ class MirrorPolicy:
     #: Half of the width of the gap around 0, in the same unit.
     gap: float = 0.5
 
-    #: Share of the draws that may lie in the gap.
-    gap_share: float = 1e-3
-
     #: Draws at which each reflection is tried.
     num_tried: int = 16
 
@@ -552,7 +539,7 @@ class MirrorPolicy:
     #: Images, at most, that are added; of more, some may be unknown.
     most_images: int = 16
 
-    #: Share of the mass below which an image is left out.
+    #: Share of the mass below which an image is left out, and of the draws that may lie in the gap.
     least_share: float = 1e-3
 
 

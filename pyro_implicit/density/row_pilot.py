@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_implicit.density.policy import PILOT
+from pyro_implicit.density.policy import PILOT, RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.minibatches import num_rows
@@ -123,7 +123,7 @@ def _wide_log_probs(target: Target) -> tuple[Target, Tensor, Tensor, float]:
         if total.isfinite().all():
             return wide, points.double(), total, PILOT.max_noise
     total = target.log_prob(points).double()
-    rounding = PILOT.last_bits * torch.finfo(points.dtype).eps * total.abs().max().item()
+    rounding = RUNS.rounding * torch.finfo(points.dtype).eps * total.abs().max().item()
     return target, points, total, PILOT.max_noise + rounding
 
 

@@ -282,7 +282,7 @@ def find_symmetries(
         return none
     with seeded(0, target.init_loc.device):
         try:
-            number = SYMMETRY.num_points
+            number = RUNS.num_points
             counts = range(SYMMETRY.most_blocks + 1)
             fast = [n for n in counts if target.seconds(2**n) < SYMMETRY.max_seconds]
             if not fast:

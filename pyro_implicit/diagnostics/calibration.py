@@ -20,7 +20,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.model import refuse_subsampling
-from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
+from pyro_implicit.diagnostics.policy import MOMENTS, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
@@ -63,7 +63,7 @@ class Calibration(Printed):
         return tuple(label for label, _, p_value, _ in self._rows() if self._fails(p_value))
 
     def _fails(self, p_value: float) -> bool:
-        return p_value * sum(p.numel() for p in self.p_values.values()) < CALIBRATION.false_alarm
+        return p_value * sum(p.numel() for p in self.p_values.values()) < MOMENTS.calibration_alarm
 
     def _rows(self) -> list[tuple[str, list[int], float, str]]:
         rows = []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.diagnostics.moments import rounding
 from pyro_implicit.diagnostics.policy import DISTANCES
+from pyro_implicit.ops.policy import MAX_ENTRIES
 
 __all__ = [
     "maximum_mean_discrepancy",
@@ -64,7 +65,7 @@ def sliced_wasserstein(
     x, y = x - center, y - center
     directions = _directions(x, num_projections, _generator(x, seed))
     x_index, y_index, weights = _quantile_steps(x.size(0), y.size(0), x)
-    chunk_size = max(1, DISTANCES.chunk_numel // (x.size(0) + y.size(0)))
+    chunk_size = max(1, MAX_ENTRIES // (x.size(0) + y.size(0)))
     total = x.new_zeros(())
     for chunk in directions.split(chunk_size):
         x_sorted = (chunk @ x.mT).sort(dim=-1).values

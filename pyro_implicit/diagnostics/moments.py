@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.diagnostics.policy import MOMENTS
+from pyro_implicit.diagnostics.policy import MOMENTS, REPORT
 from pyro_implicit.ops.ensemble_hmc import Score
 from pyro_implicit.ops.jacobian import lanczos
 
@@ -244,7 +244,7 @@ class _Tests:
     def _terms(self, direction: Tensor) -> tuple[Terms, float]:
         """The leading coordinates, and the sign by which the direction was turned."""
         shares = direction.square() / direction.square().sum()
-        order = shares.topk(min(MOMENTS.max_terms, self.dim)).indices
+        order = shares.topk(min(REPORT.max_named, self.dim)).indices
         before = shares[order].cumsum(0) - shares[order]
         order = order[before < MOMENTS.enough_terms]
         first = direction[order[0]]

@@ -6,7 +6,6 @@ Each field gives unit, role and source.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.ops.policy import FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
 __all__ = [
-    "CALIBRATION",
     "CHECKS",
     "COMPARE",
     "DISTANCES",
@@ -43,6 +41,10 @@ class MomentPolicy:
     #: Probability that one check finds an error of a perfect guide. Three checks of a guide find
     #: one in about 1 % of all cases.
     false_alarm: float = 0.003
+
+    #: Probability that :func:`~pyro_implicit.diagnostics.simulation_based_calibration` rejects a
+    #: correct way of fitting, for all scalars together.
+    calibration_alarm: float = 0.01
 
     #: Latent variables up to which covariances are used. With more, each has its own scale.
     max_full_dim: int = 300
@@ -75,9 +77,6 @@ class MomentPolicy:
 
     #: Coordinates of each kind of error that are named.
     max_faults: int = 10
-
-    #: Coordinates by which a direction is described.
-    max_terms: int = 3
 
     #: Share of a direction's squared length at which further coordinates are dropped.
     enough_terms: float = 0.8
@@ -194,10 +193,6 @@ class VerdictPolicy:
     #: Pareto k-hat of the importance weights; Yao et al. (2018), Vehtari et al. (2024).
     khat: Thresholds = Thresholds(FINITE_VARIANCE_KHAT, RELIABLE_KHAT)
 
-    #: The same if the effective sample size exceeds ``good_weights``: the tail has little mass.
-    #: Above 1 a mean of weights is not finite.
-    khat_of_even: Thresholds = Thresholds(1.0, math.inf)
-
     #: Error of a mean, in standard deviations: what changes a plot, and what changes a conclusion.
     mean: Thresholds = Thresholds(0.1, 0.25)
 
@@ -206,10 +201,7 @@ class VerdictPolicy:
 
     #: Nested R-hat of chains that ended before they converged. If chains forget exponentially, a
     #: mean keeps 1 % and 25 % of the error of their starts (``mcmc.stopping.open_errors``).
-    r_hat: Thresholds = Thresholds(CHAINS.stopping.max_usable_r_hat, 1.65)
-
-    #: Effective draws of such chains, by R-hat, at least.
-    least_effective: float = CHAINS.stopping.least_usable
+    r_hat: Thresholds = Thresholds(CHAINS.stopping.max_usable_r_hat, CHAINS.stopping.apart_r_hat)
 
     #: Share of chains of short HMC that leave the guide's draws behind. It counts only if
     #: chance would give it in fewer than ``false_alarm`` of all cases. Also the limits of the error
@@ -222,7 +214,8 @@ class VerdictPolicy:
     #: 0.07 sd; by 2, 6 to 20 % and 0.3 sd; by 5, all and 3 sd.
     extrapolated: Thresholds = Thresholds(0.01, 0.25)
 
-    #: Effective sample size per draw from which the kernel test is ignored.
+    #: Effective sample size per draw from which the kernel test is ignored, and with it k-hat up to
+    #: 1: the tail has little mass. Above 1 a mean of weights is not finite.
     good_weights: float = 0.9
 
     #: Nats by which an objective may exceed the bound.
@@ -278,9 +271,6 @@ class ReferencePolicy:
 class DistancePolicy:
     """Accuracy and time of the distances between sets of draws."""
 
-    #: Numbers per set of draws that are projected at once (32 MB in float64).
-    chunk_numel: int = 2**22
-
     #: Coordinates above which differences of all pairs take longer than a second.
     exact_dim: int = 300
 
@@ -305,14 +295,6 @@ class DistancePolicy:
 
 
 @dataclass(frozen=True)
-class CalibrationPolicy:
-    """Verdict of :func:`~pyro_implicit.diagnostics.simulation_based_calibration`."""
-
-    #: Probability that a correct way of fitting fails, for all scalars together.
-    false_alarm: float = 0.01
-
-
-@dataclass(frozen=True)
 class ReportPolicy:
     """Lengths of printed reports, and pictures."""
 
@@ -322,7 +304,7 @@ class ReportPolicy:
     #: Findings below the verdict.
     max_also: int = 5
 
-    #: Coordinates that a finding names.
+    #: Coordinates that a finding names, and by which a direction is described.
     max_named: int = 3
 
     #: Bins of a histogram; pairs have twice as many.
@@ -339,5 +321,4 @@ VERDICT = VerdictPolicy()
 COMPARE = ComparePolicy()
 REFERENCE = ReferencePolicy()
 DISTANCES = DistancePolicy()
-CALIBRATION = CalibrationPolicy()
 REPORT = ReportPolicy()

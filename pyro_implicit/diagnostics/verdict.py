@@ -22,10 +22,11 @@ from pyro_implicit.diagnostics.policy import (
 )
 from pyro_implicit.diagnostics.quantities import Mixing, describe_faults
 from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.ops.importance_weights import describe_weights
-from pyro_implicit.ops.policy import EVEN_EFFICIENCY
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_MEAN_KHAT
 from pyro_implicit.runtime.messages import Printed, Table, counted
 
 __all__ = [
@@ -326,7 +327,8 @@ def judge_chains(drift: Drift, policy: VerdictPolicy = VERDICT) -> Verdict:
     if not drift.r_hat <= policy.r_hat.distrust:
         return "do not trust"
     is_small = drift.mean <= policy.mean.check and 1 + drift.sd <= policy.sd.check
-    is_known = drift.r_hat <= policy.r_hat.check and drift.num_effective >= policy.least_effective
+    is_known = drift.num_effective >= CHAINS.stopping.least_usable
+    is_known = is_known and drift.r_hat <= policy.r_hat.check
     return "trust" if is_small and is_known else "check"
 
 
@@ -350,7 +352,7 @@ def _uneven_weights(found: Diagnosis) -> Iterator[Finding]:
     reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
     # If weights are even, a heavy tail has little mass.
     is_even = found.efficiency > policy.good_weights
-    limits = policy.khat_of_even if is_even else policy.khat
+    limits = Thresholds(FINITE_MEAN_KHAT, math.inf) if is_even else policy.khat
     yield from _judge(limits, found.bound.khat, reason, _better_fit(found))
 
 

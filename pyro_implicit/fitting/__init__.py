@@ -8,10 +8,7 @@ from pyro_implicit.fitting.candidates import (
     exact_guide,
     exact_log_weights,
     frame_of_draws,
-    gaussian_guide,
     mixture_weights,
-    semi_implicit_guide,
-    set_weights,
     weigh,
 )
 from pyro_implicit.fitting.held_out import HeldOut
@@ -67,12 +64,9 @@ __all__ = [
     "fit",
     "fit_simulator",
     "frame_of_draws",
-    "gaussian_guide",
     "log_evidence",
     "mixture_weights",
     "posterior_as_prior",
-    "semi_implicit_guide",
-    "set_weights",
     "train",
     "weigh",
 ]

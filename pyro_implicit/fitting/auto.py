@@ -21,7 +21,7 @@ from pyro_implicit.density.checks import MovingSupportError
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.marginal_normal import find_normal_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
-from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
+from pyro_implicit.density.policy import MAX_DENSE_DIM, RUNS, SEARCH, MarginalPolicy
 from pyro_implicit.density.scales import has_only_local_latents
 from pyro_implicit.density.tails import find_tails
 from pyro_implicit.density.target import Target
@@ -53,7 +53,7 @@ from pyro_implicit.fitting.network_fit import (
     train_by_minibatches,
 )
 from pyro_implicit.fitting.parameters import keep_frozen
-from pyro_implicit.fitting.policy import DEFAULT, ChangePolicy, FitPolicy
+from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
     Plan,
@@ -394,7 +394,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         result.in_double = target is not None and target.is_wide
         if not (target is None or isinstance(stages.model, NetworkModel)):
             try:
-                result.known = _known_points(result, target, stages.policy.change)
+                result.known = _known_points(result, target)
             except KeyboardInterrupt:
                 result.interrupted = True
             except Exception:
@@ -402,12 +402,10 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         return result
 
 
-def _known_points(
-    result: Fit, target: Target, policy: ChangePolicy
-) -> tuple[Tensor, Tensor] | None:
+def _known_points(result: Fit, target: Target) -> tuple[Tensor, Tensor] | None:
     """Return draws and the log-density there."""
     with same_streams(target.init_loc.device):
-        points = Sampler(target, result.guide).draw(policy.num_points)
+        points = Sampler(target, result.guide).draw(RUNS.num_points)
     heights = target.log_prob(points)
     is_known = heights.isfinite()
     return (points[is_known], heights[is_known]) if is_known.any() else None

@@ -10,19 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyro.distributions as dist
-import pyro.distributions.constraints as constraints
 import torch
 from pyro import poutine
 from pyro.distributions import TransformedDistribution
 from pyro.infer.autoguide import (
     AutoGuide,
-    AutoMultivariateNormal,
     AutoNormal,
-    init_to_median,
     init_to_value,
 )
-from pyro.nn import PyroParam
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_implicit.density.cost import seconds_near
@@ -40,7 +36,7 @@ from pyro_implicit.fitting.policy import (
     MixturePolicy,
 )
 from pyro_implicit.generators import AutoregressiveGenerator
-from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
+from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.sampler import StoredDraws
@@ -49,7 +45,7 @@ from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.messages import short_repr
-from pyro_implicit.runtime.sites import FlatPriorStart, example_tensor, without_sequential_plates
+from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = [
     "Candidate",
@@ -58,14 +54,12 @@ __all__ = [
     "exact_guide",
     "exact_log_weights",
     "frame_of_draws",
-    "gaussian_guide",
     "joint_draws",
     "matched_guide",
     "mean_field_guide",
     "mixture_weights",
     "reliability",
-    "semi_implicit_guide",
-    "set_weights",
+    "set_up",
     "weigh",
 ]
 
@@ -143,28 +137,6 @@ def exact_guide(
     return set_up(guide, args, kwargs)
 
 
-def semi_implicit_guide(
-    model: Callable[..., Any], frame: Frame, *args: Any, **kwargs: Any
-) -> AutoSemiImplicit:
-    """Return a guide for posteriors that no injective generator represents.
-
-    **Example:**
-
-    >>> import pyro
-    >>> import pyro.distributions as dist
-    >>> def model():
-    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> guide = semi_implicit_guide(model, Frame(torch.zeros(1), scale=torch.ones(1)))
-    >>> guide.sample_posterior(5)["x"].shape
-    torch.Size([5])
-
-    :param model: a Pyro model.
-    :param frame: its initial location and scale.
-    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
-    """
-    return set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
-
-
 def mean_field_guide(
     model: Callable[..., Any], target: Target, values: dict[str, Tensor], **options: Any
 ) -> AutoNormal:
@@ -191,32 +163,6 @@ def mean_field_guide(
         model = poutine.block(model, hide=sorted(target.summed_out))
     start = FlatPriorStart(init_to_value(values=values))
     return own_names(AutoNormal(model, init_loc_fn=start, **options))
-
-
-def set_weights(
-    target: Target, guide: AutoImplicit | AutoMixture, policy: MixturePolicy | None = None
-) -> None:
-    """Set the weights of a mixture to those of :func:`mixture_weights`.
-
-    **Example:**
-
-    >>> import pyro
-    >>> def model():
-    ...     x = pyro.sample("x", pyro.distributions.Normal(0.0, 5.0))
-    ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
-    >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
-    >>> guide = exact_guide(model, modes)
-    >>> set_weights(Target(model), guide)
-    >>> guide.log_weights.detach().diff().round(decimals=1)
-    tensor([1.])
-
-    :param target: the posterior.
-    :param guide: a mixture; a guide of another class is not changed.
-    :param policy: the number of draws.
-    """
-    if isinstance(guide, AutoMixture):
-        parts = guide.get_posterior().components
-        guide.log_weights = mixture_weights(target, parts, policy=policy)
 
 
 def frame_of_draws(draws: Tensor) -> Frame:
@@ -511,46 +457,6 @@ def _maximise(log_p: Tensor, log_q: Tensor, policy: MixturePolicy) -> Tensor:
             break
         log_weights = (log_weights + values).log_softmax(0)
     return log_weights
-
-
-def gaussian_guide(
-    model: Callable[..., Any],
-    loc: Tensor,
-    scale_tril: Tensor,
-    *args: Any,
-    model_kwargs: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> AutoMultivariateNormal:
-    """Return Pyro's full-rank guide, initialised at a given Gaussian.
-
-    To initialise another guide there, pass ``frame=Frame(loc, scale_tril=scale_tril)`` to it.
-
-    **Example:**
-
-    >>> import pyro, torch
-    >>> def model():
-    ...     pyro.sample("x", pyro.distributions.LogNormal(torch.zeros(2), 1.0).to_event(1))
-    >>> guide = gaussian_guide(model, torch.ones(2), torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
-    >>> guide.get_posterior().covariance_matrix.detach().round(decimals=3)
-    tensor([[ 1.,  2.],
-            [ 2., 13.]])
-
-    :param model: a Pyro model.
-    :param loc: the mean in unconstrained space, ``(latent_dim,)``.
-    :param scale_tril: the Cholesky factor of the covariance, ``(latent_dim, latent_dim)``.
-    :param args: positional arguments of the model; ``kwargs`` are keyword arguments.
-    :param model_kwargs: keyword arguments of the model that have the name of an argument here.
-    """
-    kwargs = {**kwargs, **(model_kwargs or {})}
-    start = FlatPriorStart(init_to_median, like=example_tensor(model, args, kwargs))
-    guide = own_names(AutoMultivariateNormal(without_sequential_plates(model), init_loc_fn=start))
-    with poutine.block():
-        guide._setup_prototype(*args, **kwargs)
-    scale = scale_tril.diagonal()
-    guide.loc = nn.Parameter(loc.clone())
-    guide.scale = PyroParam(scale.clone(), constraints.positive)
-    guide.scale_tril = PyroParam(scale_tril / scale.unsqueeze(-1), constraints.unit_lower_cholesky)
-    return guide
 
 
 def reliability(

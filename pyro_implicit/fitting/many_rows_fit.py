@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import model_parameters
-from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes
+from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes, use_gaussians
 from pyro_implicit.fitting.policy import ManyRowsPolicy
 from pyro_implicit.fitting.stages import Stages, widen_near
-from pyro_implicit.guides import AutoMixture
-from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.processes import num_processes
 
 __all__ = ["fit_many_rows"]
@@ -70,12 +67,13 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
             return None
     if passes.note:  # a spike of the density, such as that of a funnel at scale 0
         return None
-    _use(stages, modes)
+    use_gaussians(stages, modes)
+    stages.result.num_modes, stages.result.modes = len(modes.loc), modes.loc
     if not weighs:
         return modes
     draws, weights = passes.weigh(modes)
     if weights is None or policy.accepts(weights):
-        stages.result.draws = _stored(whole.constrain(draws), weights)
+        stages.result.draws = passes.stored(draws, weights)
     elif find_symmetries(target, stages.limit.left()):
         return None
     return modes
@@ -104,26 +102,3 @@ def _agrees(few: Modes, modes: Modes, policy: ManyRowsPolicy) -> bool:
     """Return whether the best Gaussians of some and of all rows have similar widths."""
     ratios = torch.linalg.solve_triangular(modes.scale_tril[0], few.scale_tril[0], upper=False)
     return bool((torch.linalg.svdvals(ratios).log().abs() < math.log(policy.max_ratio)).all())
-
-
-def _use(stages: Stages, modes: Modes) -> None:
-    """Make the Gaussians at the modes the guide of the result."""
-    result, guide = stages.result, stages.exact_guide(modes)
-    if isinstance(guide, AutoMixture):
-        guide.log_weights = modes.elbo.log_softmax(0)
-    result.guide, result.chosen = guide, "gaussian"
-    result.num_modes, result.modes = len(modes.loc), modes.loc
-
-
-def _stored(draws: dict[str, Tensor], weights: Any) -> StoredDraws:
-    """Store draws in random order.
-
-    :param weights: those of the draws; None if time ended them.
-    """
-    order = torch.randperm(len(next(iter(draws.values()))))  # Sobol points are evenly spaced
-    return StoredDraws(
-        {name: value[order.to(value.device)] for name, value in draws.items()},
-        settled=weights is not None,
-        modes_weighed=True,
-        doubts=() if weights is not None else ("importance weights: none",),
-    )

@@ -14,14 +14,13 @@ from typing import Any, Literal
 
 import torch
 
-from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.marginal import Marginal, MarginalModel
 from pyro_implicit.density.marginal_discrete import DiscreteMarginal, find_owners
-from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.policy import DISCRETE, RUNS, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import joint_draws, mean_field_guide
 from pyro_implicit.fitting.parameters import first_few, model_parameters, shown_names
-from pyro_implicit.fitting.policy import FitPolicy, IntegrationPolicy
+from pyro_implicit.fitting.policy import FitPolicy
 from pyro_implicit.fitting.refinement import (
     Plan,
     affordable_chains,
@@ -33,7 +32,6 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.kernels.window_gibbs import dependence, terms_given
-from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.clock import TimeLimit
 
 __all__ = ["fit_discrete", "fit_marginal"]
@@ -56,7 +54,7 @@ def fit_marginal(
         number = f"{marginal.num_integrated:,} latent variables ({names}) {marginal.how} out"
         line.outcome = f"{number}, {marginal.dim} remain"
         rest = Target(model, *stages.args, model_kwargs=stages.kwargs)
-        value, score = _seconds(marginal, False), _seconds(marginal, True)
+        value, score = marginal.seconds(False), marginal.seconds(True)
         settings, plan = _within_budget(stages.policy, marginal.dim, value, score)
     limit = TimeLimit(stages.limit.left(policy.time_share))
     if math.isinf(stages.limit.end):
@@ -70,7 +68,9 @@ def fit_marginal(
         result.stages[-1].outcome += "; dropped: nothing corrects this guide in time"
         return False
     with result.stage("draws") as last:
-        draws, fault = joint_draws(found, marginal, _affordable(policy, marginal, value))
+        draws, fault = joint_draws(
+            found, marginal, policy.affordable_draws(marginal.target.latent_dim, value)
+        )
         last.outcome = f"{draws.num_draws:,} draws of all latent variables"
     if fault > stages.policy.marginal.max_fault:
         last.outcome = f"dropped: their log-density is off by {fault:.2g} nats"
@@ -83,17 +83,6 @@ def fit_marginal(
     result.unsettled = found.unsettled
     _add_guide(stages, draws)
     return True
-
-
-def _seconds(marginal: Marginal, with_score: bool) -> float:
-    points = nearby(marginal.init_loc, SEARCH.num_draws)
-    return estimated_seconds(lambda: marginal.evaluate(points, with_score)) / len(points)
-
-
-def _affordable(policy: IntegrationPolicy, marginal: Marginal, seconds: float) -> int:
-    stored = policy.num_stored / marginal.target.latent_dim
-    most = min(policy.num_samples, stored, policy.draw_seconds / seconds)
-    return max(policy.least_draws, 2 ** int(math.log2(most)))
 
 
 def _within_budget(
@@ -210,16 +199,16 @@ def _find_marginal(target: Target, stages: Stages) -> DiscreteMarginal | None:
     """Return the density without the discrete elements if their terms form trees."""
     if target.discrete_dim == target.latent_dim or not target.is_vectorized:
         return None
-    limits, elements = DEFAULT.window, target.elements
+    elements = target.elements
     assert elements is not None
     if not elements.low.isfinite().all():
         return None
-    points = target.sample_prior(limits.num_probed)
+    points = target.sample_prior(RUNS.num_points)
     split = target.latent_dim - target.discrete_dim
     continuous, values = points[:, :split], points[:, split:]
     terms = terms_given(target.terms, continuous)
     depends = dependence(values, terms, elements)
-    for reach in (limits.first_reach**0.5, limits.first_reach):
+    for reach in (DISCRETE.longest_stride**0.5, DISCRETE.longest_stride):
         # Small moves change nothing where the density is 0.
         far = (values + reach).minimum(elements.high)
         depends |= dependence(values, terms, elements, far)

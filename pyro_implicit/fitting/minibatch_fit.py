@@ -25,11 +25,10 @@ from pyro_implicit.fitting.passes import (
     count_modes,
     is_late,
     pilot_modes,
+    use_gaussians,
 )
 from pyro_implicit.fitting.policy import MinibatchPolicy
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.guides import AutoMixture
-from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
@@ -113,16 +112,12 @@ def _set_result(stages: Stages, search: _Search, refine: Literal["auto"] | bool)
         if whole.subsampled is not None:
             name, _, full_size = whole.subsampled
             passes.warn_of_missing(name, full_size)
-        _use(stages, modes)
+        use_gaussians(stages, modes)
     draws, weights = passes.weigh(modes)
-    is_sound = weights is not None and policy.accepts(weights)
     if len(modes.loc) == 1:
-        _use(stages, _gaussian(draws, modes))
-    draws = draws[torch.randperm(len(draws))]  # evenly spaced Sobol points share their digits
-    doubts = () if is_sound else (f"importance weights: {weights or 'none'}",)
-    result.draws = StoredDraws(
-        whole.constrain(draws), settled=is_sound, modes_weighed=True, doubts=doubts
-    )
+        use_gaussians(stages, _gaussian(draws, modes))
+    result.draws = passes.stored(draws, weights)
+    is_sound = result.draws.settled
     can_chain = not is_sound or whole.num_units <= policy.most_chained
     if weights is not None and can_chain and (refine is True or (refine and not is_sound)):
         result.refined = passes.refine(draws, weights)
@@ -159,16 +154,6 @@ def _is_too_slow(target: RowsTarget, points: Tensor, stages: Stages) -> bool:
     target.sums(points)  # the first pass of a target takes longer
     took = time.perf_counter() - began
     return is_late(stages.limit, points, stages.policy.minibatch.least_passes * took)
-
-
-def _use(stages: Stages, modes: Modes) -> None:
-    """Make the Gaussians at modes the guide of the result."""
-    # Latent variables of rows would advance the streams of processes differently.
-    with seeded(0, modes.loc.device):
-        guide = stages.exact_guide(modes)
-    if isinstance(guide, AutoMixture):
-        guide.log_weights = modes.elbo.log_softmax(0)
-    stages.result.guide, stages.result.chosen = guide, "gaussian"
 
 
 def _read(stream: OnePass, policy: MinibatchPolicy) -> list[tuple]:

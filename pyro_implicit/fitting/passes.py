@@ -15,9 +15,15 @@ from pyro_implicit.density.pass_target import PassTarget
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.policy import PassPolicy
-from pyro_implicit.fitting.refinement import affordable_chains, judged_errors, patience_of
+from pyro_implicit.fitting.refinement import (
+    affordable_chains,
+    has_failed,
+    large_errors,
+    patience_of,
+)
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.guides.sampler import Sampler
+from pyro_implicit.guides import AutoMixture
+from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
@@ -26,11 +32,12 @@ from pyro_implicit.ops.annealing import NormalMixture
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.processes import any_process, num_processes
 
-__all__ = ["OnePass", "PassStages", "count_modes", "is_late", "pilot_modes"]
+__all__ = ["OnePass", "PassStages", "count_modes", "is_late", "pilot_modes", "use_gaussians"]
 
 
 class OnePass:
@@ -64,6 +71,16 @@ def pilot_modes(pilot: Target, stages: Stages, policy: PassPolicy) -> Modes:
 def count_modes(modes: Modes) -> str:
     """Return the number of modes in words."""
     return f"{len(modes.loc)} mode{'s'[: len(modes.loc) > 1]}"
+
+
+def use_gaussians(stages: Stages, modes: Modes) -> None:
+    """Make the Gaussians at modes the guide of the result."""
+    # Latent variables of rows would advance the streams of processes differently.
+    with seeded(0, modes.loc.device):
+        guide = stages.exact_guide(modes)
+    if isinstance(guide, AutoMixture):
+        guide.log_weights = modes.elbo.log_softmax(0)
+    stages.result.guide, stages.result.chosen = guide, "gaussian"
 
 
 def is_late(limit: TimeLimit, like: Tensor, seconds: float = 0.0) -> bool:
@@ -148,7 +165,7 @@ class PassStages:
                 line.outcome = self._warn_of_gaussian()
                 return draws, None
             target.centre(modes.loc[0])
-            few, most = policy.num_weighed
+            few, most = policy.num_weighed, policy.num_samples
             few = max(few, 2 ** math.ceil(math.log2(policy.weighed_per_dim * target.latent_dim)))
             points, found = _log_weights(target, modes, few, few, limit)
             is_cheap = most * target.num_evaluations <= policy.cheap_evaluations
@@ -179,6 +196,20 @@ class PassStages:
                 return draws, None  # chains would take longer
             return draws, found
 
+    def stored(self, draws: Tensor, weights: LogWeights | None) -> StoredDraws:
+        """Store weighed draws in random order, with doubts if the weights are not accepted.
+
+        :param draws: with ``weights``, the results of :meth:`weigh`.
+        """
+        is_sound = weights is not None and self.policy.accepts(weights)
+        draws = draws[torch.randperm(len(draws))]  # evenly spaced Sobol points share their digits
+        return StoredDraws(
+            self.target.constrain(draws),
+            settled=is_sound,
+            modes_weighed=True,
+            doubts=() if is_sound else (f"importance weights: {weights or 'none'}",),
+        )
+
     def refine(self, draws: Tensor, log_weights: LogWeights) -> Refined | None:
         """Move draws by chains over all data; None, after a warning, if there are too many."""
         stages, target = self.stages, self.target
@@ -202,21 +233,17 @@ class PassStages:
             )
             refined = refine_target(plan)
             line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
-            result.interrupted = refined.stopped == "interrupted"
-            if not (refined.settled or result.interrupted):
-                is_small, drifts = judged_errors(refined)
-                line.outcome += f"; {drifts}"
-                cure = "other coordinates of these variables"
-                if refined.stopped == "max_seconds":
-                    cure = "a larger max_seconds"
-                if not is_small:
-                    warn_user(
-                        f"chains of {self.what} stopped at {refined.stopped} before they "
-                        f"converged: {drifts}. Cure: {cure}"
-                    )
-            return refined
-        warn_user(f"fit did not refine its draws: {first_line(line.error)}")
-        return None
+        if has_failed(line):
+            return None
+        if drifts := large_errors(result, line, refined):
+            cure = "other coordinates of these variables"
+            if refined.stopped == "max_seconds":
+                cure = "a larger max_seconds"
+            warn_user(
+                f"chains of {self.what} stopped at {refined.stopped} before they converged: "
+                f"{drifts}. Cure: {cure}"
+            )
+        return refined
 
     def _suffice(self, found: LogWeights) -> bool:
         """Return whether more weights would cost more than they are worth."""

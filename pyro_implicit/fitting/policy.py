@@ -33,7 +33,6 @@ __all__ = [
     "DENORMAL_MARGIN",
     "DRAWS_AT_ONCE",
     "BudgetPolicy",
-    "ChangePolicy",
     "ChoicePolicy",
     "CorrectionPolicy",
     "FitPolicy",
@@ -180,10 +179,6 @@ class BudgetPolicy:
 
     #: Factor on the budget for chains that have not converged; most stop long before.
     patience: int = 2
-
-    #: R-hat of chains that ``max_seconds`` ended from which they are dropped: the guide's draws
-    #: moved by less than a tenth of a standard deviation.
-    stuck_r_hat: float = 10.0
 
     #: Seconds of one core, measured, up to which chains continue if R-hat or errors are too large;
     #: about what NUTS takes for hard models of hundreds of latent variables.
@@ -358,10 +353,9 @@ class StartPolicy:
     num_samples: int = 8
 
     #: Mean fields that are trained together from different starts; with ideal points, one to five
-    #: of eight ended in the right mode. Their steps, at most; with fewer than the least, none are.
+    #: of eight ended in the right mode. Their steps, at most; with less than a quarter, none are.
     num_raced: int = 16
     race_steps: int = 200
-    least_race_steps: int = 50
 
     #: Seconds that this may take, and share of the remaining ``max_seconds``.
     race_seconds: float = 4.0
@@ -399,18 +393,6 @@ class ChoicePolicy:
 
 
 @dataclass(frozen=True)
-class ChangePolicy:
-    """How a result notices that the data of its model have changed."""
-
-    #: Draws at which log-densities are compared.
-    num_points: int = 3
-
-    #: Nats of a change that matters, and share of the log-density that may be rounding in float32.
-    absolute: float = 0.1
-    relative: float = 1e-5
-
-
-@dataclass(frozen=True)
 class CorrectionPolicy:
     """Importance weights of a guide with an exact density."""
 
@@ -431,9 +413,6 @@ class CorrectionPolicy:
     #: Effective sample size, as a share of the draws, above which weights are used: twice the draws
     #: then have the errors of exact ones.
     least_efficiency: float = 0.5
-
-    #: The same above which k-hat is ignored: the tail of nearly even weights is rounding.
-    even: float = EVEN_EFFICIENCY
 
     #: The same above which a guide near the posterior needs no chains, and its training may end.
     near: float = 0.9
@@ -496,7 +475,7 @@ class CorrectionPolicy:
 
         :param weights: log-weights of the guide's draws.
         """
-        return weights.efficiency > self.even or (
+        return weights.efficiency > EVEN_EFFICIENCY or (
             weights.efficiency > self.near and weights.khat < RELIABLE_KHAT
         )
 
@@ -580,8 +559,8 @@ class PassPolicy:
     #: of a quadrature, at most. Each takes 0.2 to 0.4 microseconds.
     most_evaluations: float = 1e9
 
-    #: Draws whose weights are computed, first and if these are uneven; powers of two.
-    num_weighed: tuple[int, int] = (32, 8192)
+    #: Draws whose weights are computed first; a power of two.
+    num_weighed: int = 32
 
     #: First weights for each latent variable, at least: they estimate a covariance.
     weighed_per_dim: int = 8
@@ -602,7 +581,7 @@ class PassPolicy:
     #: for never.
     least_promising: float = 0.0
 
-    #: Evaluations of all ``num_weighed``, about three seconds, up to which they are computed
+    #: Evaluations of all ``num_samples``, about three seconds, up to which they are computed
     #: although fewer would do. With 100 groups of counts, the standard deviations by 32 even
     #: weights were 4 to 6% too small.
     cheap_evaluations: float = 1.5e7
@@ -610,7 +589,8 @@ class PassPolicy:
     #: Most groups or rows for which chains run after uneven weights.
     most_chained: int = 10_000
 
-    #: Stored draws; a power of two, because they are Sobol points.
+    #: Stored draws, and at most as many weights if the first ones are uneven; a power of two,
+    #: because they are Sobol points.
     num_samples: int = 8192
 
     def accepts(self, weights: LogWeights) -> bool:
@@ -742,6 +722,15 @@ class IntegrationPolicy:
     #: Share of ``max_seconds`` that the fit of the remaining variables may take.
     time_share: float = 0.7
 
+    def affordable_draws(self, latent_dim: int, seconds: float) -> int:
+        """Return the number of draws of all variables.
+
+        :param latent_dim: the number of all variables.
+        :param seconds: the cost of an evaluation of the remaining variables' density at one point.
+        """
+        most = min(self.num_samples, self.num_stored / latent_dim, self.draw_seconds / seconds)
+        return max(self.least_draws, 2 ** int(math.log2(most)))
+
 
 @dataclass(frozen=True)
 class SimulatorPolicy:
@@ -841,9 +830,6 @@ class FitPolicy:
 
     #: The choice between candidates.
     choice: ChoicePolicy = field(default_factory=ChoicePolicy)
-
-    #: Changed data.
-    change: ChangePolicy = field(default_factory=ChangePolicy)
 
     #: Importance weights.
     correction: CorrectionPolicy = field(default_factory=CorrectionPolicy)

@@ -35,7 +35,7 @@ from pyro_implicit.fitting.candidates import (
 )
 from pyro_implicit.fitting.parameters import first_few, model_parameters, shown_names
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy
-from pyro_implicit.fitting.result import Fit
+from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
 from pyro_implicit.fitting.starts import best_of_race, between, first_scales
 from pyro_implicit.generators import AutoregressiveGenerator
@@ -63,7 +63,8 @@ __all__ = [
     "affordable_chains",
     "chains_within",
     "correct",
-    "judged_errors",
+    "has_failed",
+    "large_errors",
     "make_plan",
     "move_draws",
     "patience_of",
@@ -125,7 +126,7 @@ def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> Chai
     while num_chains > budget.least_chains:
         if num_chains <= budget.usual_chains and gradients >= budget.usual_gradients:
             break
-        if seconds(num_chains // 2) > CHAINS.worthwhile * seconds(num_chains):
+        if seconds(num_chains // 2) > CHAINS.max_halved_cost * seconds(num_chains):
             break
         num_chains //= 2
         gradients = affordable_gradients(num_chains)
@@ -313,7 +314,8 @@ def move_draws(
         refined: Refined | None = None
         if modes is not None and stages.noise is not None:
             refined = _across(stages, chains, modes)
-            note = f"the {len(modes.loc)} modes are one in the noise of the priors; "
+            is_one = refined is not None and refined.stopped != "interrupted"
+            note = f"the {len(modes.loc)} modes are one in the noise of the priors; " * is_one
         if refined is None:
             refined, note = _resolved(result.target, partial(refine_target, setup, modes=modes))
         result.refined = refined
@@ -324,26 +326,19 @@ def move_draws(
             line.outcome += f"; {refined.weights}"
         if refined.images:
             line.outcome += f"; {refined.images}"
-    if line.error is not None:
-        warn_user(f"fit did not refine its draws: {first_line(line.error)}")
-    elif refined.stopped == "interrupted":
-        result.interrupted = True
-    elif optional and refined.stopped == "max_seconds" and _is_stuck(refined, stages.policy.budget):
+    if has_failed(line):
+        return result
+    if optional and refined.stopped == "max_seconds" and _is_stuck(refined):
         result.refined = None
         line.outcome += f"; {refined.drift}: dropped"
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
-    elif not refined.settled:
-        is_small, drifts = judged_errors(refined)
-        line.outcome += f"; {drifts}"
-        if not is_small:
-            if fallback is not None and fallback():
-                return result
-            warn_user(
-                f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
-                + _cure(result.target, refined)
-            )
-    else:
+    elif refined.settled:
         _teach_guide(stages, refined)
+    elif (drifts := large_errors(result, line, refined)) and not (fallback and fallback()):
+        warn_user(
+            f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
+            + _cure(result.target, refined)
+        )
     return result
 
 
@@ -353,11 +348,8 @@ def _across(stages: Stages, chains: ChainPlan, modes: Modes) -> Refined | None:
     The neck of a funnel may have a mode of its own in the latents, from which particles that anneal
     do not spread. In the noise, neck and mouth are often one.
     """
-    setup, result, budget = (
-        _chain_setup(stages, chains, False, True),
-        stages.result,
-        stages.policy.budget,
-    )
+    result, budget = stages.result, stages.policy.budget
+    setup = _chain_setup(stages, chains, several=False, optional=True)
     if setup is None:
         return None
     target, number = result.target, setup.num_chains
@@ -381,6 +373,31 @@ def _across(stages: Stages, chains: ChainPlan, modes: Modes) -> Refined | None:
     return refined
 
 
+def has_failed(line: Stage) -> bool:
+    """Warn if chains raised an error."""
+    if line.error is not None:
+        warn_user(f"fit did not refine its draws: {first_line(line.error)}")
+    return line.error is not None
+
+
+def large_errors(result: Fit, line: Stage, refined: Refined) -> str:
+    """Note in a result, and in the line of its stage, that chains ended before they converged.
+
+    :returns: their errors if these are too large to trust the draws; otherwise nothing.
+    """
+    if refined.stopped == "interrupted":
+        result.interrupted = True
+        return ""
+    if refined.settled:
+        return ""
+    is_small, drifts = False, "too few draws to estimate their errors"
+    if refined.drift is not None:
+        is_small = judge_chains(refined.drift) == "trust"
+        drifts = f"{refined.drift}{SMALL_ENOUGH if is_small else ''}"
+    line.outcome += f"; {drifts}"
+    return "" if is_small else drifts
+
+
 def _resolved(target: Target, run: Callable[[], Refined]) -> tuple[Refined, str]:
     """Run chains, in float64 if the dtype ends before their draws do; return what was done, too."""
     refined, note = run(), ""
@@ -395,17 +412,6 @@ def _resolved(target: Target, run: Callable[[], Refined]) -> tuple[Refined, str]
             "these latents out, such as by dist.BetaBinomial, or a prior with less mass there"
         )
     return refined, note
-
-
-def judged_errors(refined: Refined) -> tuple[bool, str]:
-    """Judge chains that a budget ended.
-
-    :returns: whether their errors are small enough to trust their draws, and a description.
-    """
-    if refined.drift is None:
-        return False, "too few draws to estimate their errors"
-    is_small = judge_chains(refined.drift) == "trust"
-    return is_small, f"{refined.drift}{SMALL_ENOUGH if is_small else ''}"
 
 
 def _chain_setup(
@@ -461,8 +467,9 @@ def _teach_guide(stages: Stages, refined: Refined) -> None:
         _match_gaussian(stages, refined)
 
 
-def _is_stuck(refined: Refined, budget: BudgetPolicy) -> bool:
-    return refined.drift is not None and not refined.drift.r_hat <= budget.stuck_r_hat
+def _is_stuck(refined: Refined) -> bool:
+    most = CHAINS.stopping.unmoved_r_hat
+    return refined.drift is not None and not refined.drift.r_hat <= most
 
 
 def _no_time(what: str) -> str:

@@ -26,6 +26,7 @@ from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictiv
 from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.model import IMPOSSIBLE, SubsampledError, trace_model
 from pyro_implicit.density.pass_target import RowsTarget
+from pyro_implicit.density.policy import ROUNDING, RUNS
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.tails import Tails, with_short_tails
@@ -215,9 +216,8 @@ class Fit(Printed):
         points, before = self.known
         with self.own_parameters():
             now = self._target.log_prob(points.to(self._target.init_loc)).to(before)
-        policy = self.policy.change
-        change = (now - before).abs() - policy.relative * before.abs()
-        if not (change <= policy.absolute).all():
+        change = (now - before).abs() - RUNS.repeat_tolerance * before.abs()
+        if not (change <= ROUNDING.max_error).all():
             worst = int(change.argmax())
             raise ValueError(
                 f"the model's log-density at a draw was {before[worst]:.6g} in fit, and is "
@@ -404,8 +404,10 @@ class Fit(Printed):
         result = replace(self, marginal=more, stages=[*self.stages], interrupted=False)
         result.stages.append(more.stages[-1])
         with result.stage("draws") as line:
-            number = self.policy.integration.num_samples
-            result.draws, _ = joint_draws(more, more.source[0].marginal, number)
+            marginal, policy = more.source[0].marginal, self.policy.integration
+            seconds = marginal.seconds(with_score=False)
+            number = policy.affordable_draws(marginal.target.latent_dim, seconds)
+            result.draws, _ = joint_draws(more, marginal, number)
             line.outcome = f"{result.draws.num_draws:,} draws of all latent variables"
         return result
 

@@ -31,9 +31,9 @@ from pyro_implicit.fitting.candidates import (
     exact_guide,
     exact_log_weights,
     frame_of_draws,
+    mixture_weights,
     reliability,
-    semi_implicit_guide,
-    set_weights,
+    set_up,
     weigh,
 )
 from pyro_implicit.fitting.held_out import HeldOut
@@ -49,7 +49,7 @@ from pyro_implicit.fitting.parameters import (
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule, TrainingPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.training import TrainingInterrupted, default_loss, train
-from pyro_implicit.guides import AutoImplicit, AutoMixture
+from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
@@ -501,15 +501,17 @@ class Stages:
 
         :returns: what was done, in words; empty by default.
         """
-        if isinstance(guide, AutoMixture) and math.isfinite(self.limit.end):
-            number = len(guide.components)
-            part = guide.get_posterior().components[0]
+        if not isinstance(guide, AutoMixture):
+            return ""
+        parts = guide.get_posterior().components
+        if math.isfinite(self.limit.end):
+            number, part = len(parts), parts[0]
             points = target.init_loc.expand(self.policy.mixture.draws_of_each(number), -1)
             seconds = number * estimated_seconds(lambda: part.log_prob(points), times=number)
             if seconds > self.limit.left(self.policy.budget.weighing_share):
                 guide.log_weights = modes.elbo.log_softmax(0)
                 return "; max_seconds is too short for weights other than those by the ELBOs"
-        set_weights(target, guide, self.policy.mixture)
+        guide.log_weights = mixture_weights(target, parts, policy=self.policy.mixture)
         return ""
 
     def lacks_time_to_train(
@@ -738,7 +740,8 @@ def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> No
     for name in ("semi-implicit", "semi-implicit-again"):
         with stages.result.attempt(name) as line:
             frame = frame_of_draws(before.draws)
-            guide = semi_implicit_guide(stages.model, frame, *stages.args, **stages.kwargs)
+            guide = AutoSemiImplicit(stages.model, frame=frame)
+            guide = set_up(guide, stages.args, stages.kwargs)
             stages.guides.append(guide)
             losses = stages.train(name, guide, default_loss(guide, stages.num_particles))
             found = weigh(name, target, guide, losses, policy=policy)

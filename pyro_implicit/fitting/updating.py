@@ -189,7 +189,7 @@ def _integrated(posterior: Any, names: set[str]) -> Target | None:
     local, everything = set(groups.sites), set(groups.target.shapes)
     if names & local or names | local != everything:
         return None
-    draws = posterior.sample(policy.num_weighed[0])
+    draws = posterior.sample(policy.num_weighed)
     few = {name: draws[name] for name in names}
 
     @functools.cache

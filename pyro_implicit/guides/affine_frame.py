@@ -196,7 +196,6 @@ def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | Non
     options: dict[str, Any] = {
         "max_rounds": 1,
         "max_iterations": num_iterations,
-        "num_particles": FRAME.num_draws,
     }
     many = FRAME.num_starts if target.is_vectorized else FRAME.num_starts_looped
     try:

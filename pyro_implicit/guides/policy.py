@@ -24,7 +24,6 @@ class FrameSearchPolicy:
     """The search for a frame of ``frame="auto"`` and ``frame="mode"``.
 
     :ivar seconds: time of one core for all evaluations of the model, counted by operations.
-    :ivar num_draws: draws for the ELBO of a Gaussian during the climb.
     :ivar num_starts: starting points from the prior, for models that run vectorised.
     :ivar num_starts_looped: starting points from the prior, for other models.
     :ivar num_minibatches: Newton steps on fresh minibatches; the error of the location is the
@@ -35,7 +34,6 @@ class FrameSearchPolicy:
     """
 
     seconds: float = 1.0
-    num_draws: int = 32
     num_starts: int = 20
     num_starts_looped: int = 3
     num_minibatches: int = 100

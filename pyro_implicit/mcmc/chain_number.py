@@ -33,7 +33,7 @@ def cheapest_number(score: Score, white: Tensor, policy: ChainPolicy) -> tuple[i
     best = seconds_of(score, white)
     while number >= 2 * policy.least_long_chains:
         found = seconds_of(score, white[: number // 2])
-        if found > policy.worthwhile * best:
+        if found > policy.max_halved_cost * best:
             break
         number, best = number // 2, found
     return number, best

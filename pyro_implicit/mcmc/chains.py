@@ -402,7 +402,7 @@ class WindowedChains(Chains):
         drift, began = self.convergence.drift, self.warmup
         assert drift is not None
         limits, left = self.policy.stopping, self.patience - self.cpu_seconds
-        if drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
+        if drift.is_usable(limits) or left < limits.least_left * self.cpu_seconds:
             return False
         if self.ends_apart and self.is_apart:
             return False
@@ -438,7 +438,7 @@ class WindowedChains(Chains):
         is_too_short = self.adaptation.is_at_limit and new_warmup < left
         before = seconds_of(self._score, self.state.position)
         latents, again = self._pool(), None
-        if self.convergence.drift.r_hat > self.policy.space.remade_r_hat:
+        if self.convergence.drift.r_hat > self.policy.stopping.unmoved_r_hat:
             again = self.current_space.refitted(latents, anew=True)
         if again is not None:
             self._move_to(self.points, latents, again)

@@ -243,7 +243,8 @@ def _factor(standard: Tensor, policy: FramePolicy) -> Tensor:
     weight = 0.0 if count >= policy.draws_per_dim * dim else dim / (count + dim)
     correlation = (1 - weight) * correlation + weight * identity
     correlation.diagonal().masked_fill_((standard == 0).all(0), 1.0)
-    return torch.linalg.cholesky(correlation + policy.ridge * identity)
+    ridge = math.sqrt(torch.finfo(torch.double).eps)  # far below sampling noise
+    return torch.linalg.cholesky(correlation + ridge * identity)
 
 
 @torch.no_grad()

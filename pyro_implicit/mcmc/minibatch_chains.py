@@ -169,7 +169,7 @@ class MinibatchChains(Chains):
         """End the warm-up with the next step; there is time for ``left`` steps."""
         if self.transitions < self.schedule.warmup - 1:
             warmup = self.transitions + 1
-            least = self.policy.langevin.least_sampled
+            least = self.policy.stopping.least_draws
             steps = min(self.schedule.steps, warmup + max(left, least))
             self.schedule = replace(self.schedule, warmup=warmup, steps=steps)
 

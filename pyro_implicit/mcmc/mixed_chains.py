@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.discrete import Elements
+from pyro_implicit.density.policy import DISCRETE, RUNS
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
@@ -79,7 +80,7 @@ def possible_points(space: MixedSpace, points: Tensor, policy: ChainPolicy) -> T
         return given(values).nan_to_num(nan=-limits.impossible, neginf=-limits.impossible)
 
     depends = None
-    reach = torch.full_like(elements.low, limits.first_reach)
+    reach = torch.full_like(elements.low, DISCRETE.longest_stride)
     for _ in range(limits.most_repairs):
         found = terms(values)
         if not (found <= -limits.impossible).any():
@@ -158,7 +159,7 @@ class MixedChains(WindowedChains):
         """Find out which elements move at once, and how far."""
         limits = self.policy.window
         if not self.is_sequential:
-            number = min(len(self.state.position), limits.num_probed)
+            number = min(len(self.state.position), RUNS.num_points)
             rows = torch.randperm(len(self.state.position))[:number].to(values.device)
             given = self.state.position[rows]
             found = window_gibbs.dependence(

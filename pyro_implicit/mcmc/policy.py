@@ -16,7 +16,6 @@ __all__ = [
     "FramePolicy",
     "HMCPolicy",
     "LangevinPolicy",
-    "MAMSPolicy",
     "MCLMCPolicy",
     "ShiftPolicy",
     "SlicePolicy",
@@ -66,9 +65,6 @@ class FramePolicy:
     #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
-    #: Ridge of a correlation matrix, far above rounding in float64 and far below sampling noise.
-    ridge: float = 1e-10
-
 
 @dataclass(frozen=True)
 class HMCPolicy:
@@ -104,10 +100,8 @@ class HMCPolicy:
     #: Acceptance probability below which a trajectory counts as failed.
     failed_acceptance: float = 0.01
 
-    #: Leapfrog steps of the trajectories that find the first step size, and the most changes of it
-    #: by a factor of two: they span nine orders of magnitude.
+    #: Leapfrog steps of the trajectories that find the first step size.
     search_leapfrogs: int = 2
-    max_doublings: int = 30
 
 
 @dataclass(frozen=True)
@@ -150,21 +144,9 @@ class MCLMCPolicy:
     #: Chains, if the guide has no draws of its own to start from.
     num_chains: int = 16
 
-
-@dataclass(frozen=True)
-class MAMSPolicy:
-    """The Metropolis adjustment of these dynamics. Checked by ``tests/mcmc/kernels/test_mams.py``
-    and ``benchmarks/networks/tabular.py``."""
-
-    #: Mean acceptance probability of each chain; Robnik et al. (2025), section 4.
+    #: Mean acceptance probability of each chain with Metropolis' adjustment (``"mams"``); Robnik et
+    #: al. (2025), section 4.
     target_acceptance: float = 0.9
-
-    #: Share of the warm-up before which steps are not adjusted: such steps are longer and move
-    #: faster from the starts to the posterior.
-    unadjusted_share: float = 0.5
-
-    #: Ratio of the first adjusted step size to the last unadjusted one; from there dual averaging.
-    first_ratio: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -211,16 +193,10 @@ class WindowPolicy:
     #: Sweeps of a transition, at most.
     most_sweeps: int = 8
 
-    #: Chains at which is found out which terms depend on which elements, after each window.
-    num_probed: int = 4
-
     #: Nats by which a term of density 0 counts while starts are made possible.
     impossible: float = 1e4
 
-    #: The longest stride of these moves.
-    first_reach: float = 1024.0
-
-    #: Sweeps of these moves, at most.
+    #: Sweeps that make starts possible, at most.
     most_repairs: int = 30
 
 
@@ -328,13 +304,14 @@ class StoppingPolicy:
     #: Ratio of the numbers of draws of successive checks.
     between_checks: float = 1.2
 
-    #: Draws of each chain before a budget may stop the run.
+    #: Draws of each chain before a budget may stop the run; with minibatches, steps after a warm-up
+    #: that it ends.
     least_draws: int = 12
 
     #: Share of failed trajectories above which draws are doubtful.
-    max_end_failed: float = 0.01
+    max_end_failed: float = 0.05
 
-    #: Nested R-hat up to which a filling neck would show, also if a budget stopped the chains.
+    #: Nested R-hat up to which draws may be used if a budget stopped the chains.
     max_usable_r_hat: float = 1.2
 
     #: Effective draws of the worst quantity, by R-hat, of chains that a budget may stop: those of
@@ -354,7 +331,13 @@ class StoppingPolicy:
     #: then three times the width of one. Slow chains, as in a funnel, have less.
     stuck_r_hat: float = 3.0
 
-    #: Gradients of each chain from which such an R-hat ends it; most chains converge before.
+    #: Nested R-hat of chains that have moved by less than a tenth of a standard deviation: ``fit``
+    #: drops them if ``max_seconds`` ended them. If the budget is too short, their conditional space
+    #: is made again from the draws: R-hat is 17 to 420 in a space that was made far from the
+    #: posterior (``volatility_2500``).
+    unmoved_r_hat: float = 10.0
+
+    #: Gradients of each chain from which ``stuck_r_hat`` ends it; most chains converge before.
     stuck_gradients: int = 8192
 
     #: Ratio of the gradients needed to the gradients left, above which the chains begin again with
@@ -362,10 +345,7 @@ class StoppingPolicy:
     too_long: float = 2.0
 
     #: Remaining seconds, as a share of the spent ones, below which chains end.
-    worthwhile: float = 0.25
-
-    #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
-    max_converged_failed: float = 0.05
+    least_left: float = 0.25
 
     #: Standard error of a mode's weight above which ``diagnose`` does not count it as known.
     max_weight_error: float = 0.02
@@ -384,11 +364,8 @@ class SpacePolicy:
     #: Leapfrog steps of a transition in a trial walk.
     probe_leapfrogs: int = 16
 
-    #: Draws of a guide, and their Pareto k-hat, above which chains do not run in the guide's noise:
-    #: the importance weights have no mean, and chains rarely find the region that the guide lacks.
-    #: In the mixture of Pyro's tutorial, means were .2 sds off with a stated error of .04.
+    #: Draws of a guide whose Pareto k-hat decides whether chains run in the guide's noise.
     khat_draws: int = 4096
-    max_khat: float = 1.0
 
     #: Latent variables up to which it is looked at: with more, small errors everywhere add up.
     max_khat_dim: int = 10
@@ -400,12 +377,9 @@ class SpacePolicy:
     faster: float = 1.2
 
     #: Sds of the chains by which they may leave the middle of the conditional space in a window of
-    #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``.
+    #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``. Also
+    #: the sds by which other latents are moved to see whether the noise is round there.
     max_moved: float = 3.0
-
-    #: Nested R-hat above which the conditional space is made again from the draws, if the budget is
-    #: too short: 17 to 420 in a space that was made far from the posterior (``volatility_2500``).
-    remade_r_hat: float = 10.0
 
     #: Draws to which the law of the information is fitted in a window of the warm-up.
     law_draws: int = 256
@@ -413,11 +387,9 @@ class SpacePolicy:
     #: Iterations of this fit (L-BFGS), at most.
     law_iterations: int = 40
 
-    #: Change of the objective, in nats for a draw, at which the iterations end.
-    law_change: float = 0.01
-
     #: Gain in nats for each draw and element from which the fitted law replaces the present one.
-    #: A standard deviation of the noise that is off by a factor of 1.4 everywhere costs 0.05.
+    #: A standard deviation of the noise that is off by a factor of 1.4 everywhere costs 0.05. The
+    #: iterations end at one that gains less than this for each draw, over all elements.
     least_gain: float = 0.01
 
     #: Share of replaced starts above which a space is left.
@@ -425,9 +397,6 @@ class SpacePolicy:
 
     #: Noise draws at which a generator is checked for folds.
     fold_draws: int = 64
-
-    #: Share of the remaining ``max_seconds`` that making or comparing spaces may take.
-    time_share: float = 0.25
 
     #: Draws of the guide whose median is the middle of the posterior.
     middle_draws: int = 128
@@ -496,9 +465,6 @@ class SpacePolicy:
     #: Mean squared error of the score of a standard normal that is round enough.
     max_rest: float = 0.3
 
-    #: Sds by which other latents are moved in that check.
-    far: float = 3.0
-
     #: Step of central differences, in unconstrained coordinates.
     difference: float = 0.01
 
@@ -507,11 +473,9 @@ class SpacePolicy:
 class TemperingPolicy:
     """Annealed sequential Monte Carlo. Checked by ``benchmarks/tempering.py``."""
 
-    #: Particles of a cloud.
+    #: Particles of a cloud; two for each chain, at most, as there are few chains if gradients are
+    #: expensive.
     num_particles: int = 2048
-
-    #: Particles for each chain, at most, if there are few chains because gradients are expensive.
-    per_chain: int = 2
 
     #: Draws of the guide from which the search for modes starts, besides those of the prior.
     num_starts: int = 32
@@ -623,14 +587,8 @@ class LangevinPolicy(EpochPolicy):
     #: Share of the budget for the warm-up.
     warmup_share: float = 0.3
 
-    #: Steps after the warm-up that a time budget leaves.
-    least_sampled: int = 10
-
     #: Steps of the shortest run.
     least_in_all: int = 4
-
-    #: Relaxation times after which the mean has forgotten the start.
-    enough: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -688,8 +646,9 @@ class ChainPolicy:
     #: but a gradient costs little less (``student_walk_400``: 120 s with 32 chains, 68 s with 64).
     least_long_chains: int = 64
 
-    #: Share of the cost of a gradient at which halving the number of chains ends.
-    worthwhile: float = 0.7
+    #: Cost of a gradient of half of the chains, as a share of that of all, above which their number
+    #: is not halved.
+    max_halved_cost: float = 0.7
 
     #: Leapfrog steps of their longest trajectory, half of NUTS's 1,023.
     long_leapfrogs: int = 512
@@ -701,7 +660,6 @@ class ChainPolicy:
     frame: FramePolicy = field(default_factory=FramePolicy)
     hmc: HMCPolicy = field(default_factory=HMCPolicy)
     mclmc: MCLMCPolicy = field(default_factory=MCLMCPolicy)
-    mams: MAMSPolicy = field(default_factory=MAMSPolicy)
     slice: SlicePolicy = field(default_factory=SlicePolicy)
     warmup: WarmupPolicy = field(default_factory=WarmupPolicy)
     window: WindowPolicy = field(default_factory=WindowPolicy)

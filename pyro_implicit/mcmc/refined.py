@@ -271,10 +271,7 @@ class Refined(Printed, ArvizExport):
         if not self.settled and self.drift is None:
             how = "interrupted" if self.stopped == "interrupted" else f"stopped by {self.stopped}"
             found.append(f"the chains were {how}, before they settled")
-        limits = self.policy
-        is_usable = self.drift is not None and self.drift.r_hat <= limits.max_usable_r_hat
-        is_usable |= self.stopped == "converged"
-        if self.failed > (limits.max_converged_failed if is_usable else limits.max_end_failed):
+        if self.failed > self.policy.max_end_failed:
             share = f"{self.failed:.1%} of the chains' trajectories failed"
             found.append(f"{share}: narrow places may not have filled")
         if self.unresolved:
@@ -499,8 +496,9 @@ def collect_minibatches(
             "more max_epochs, or a smaller step_size"
         )
     if choice.relaxations < 1 and chains.stopped != "interrupted":
-        # Steps are too few to relax, so relaxation times grow as the steps do.
-        factor = limits.enough / max(choice.relaxations, 1e-9)
+        # Steps are too few to relax, so relaxation times grow as the steps do. After two of them
+        # the mean has forgotten the start.
+        factor = 2 / max(choice.relaxations, 1e-9)
         more = f"max_epochs (about {math.ceil(factor * steps / epoch_length)})"
         if chains.stopped == "max_seconds":
             more = f"max_seconds (about {math.ceil(factor * chains.seconds)})"

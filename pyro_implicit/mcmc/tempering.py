@@ -500,7 +500,7 @@ def temper(space: Space, modes: Modes, track: Tracker, plan: ChainSetup) -> Anne
     """
     cpu_began = time.process_time()
     began, policy, limits = time.perf_counter(), plan.policy, plan.policy.tempering
-    number, dim = min(limits.num_particles, limits.per_chain * plan.num_chains), modes.loc.shape[-1]
+    number, dim = min(limits.num_particles, 2 * plan.num_chains), modes.loc.shape[-1]
     wide = _wide(space.target.init_loc, space.target.sample_prior(policy.frame.num_draws))
     log_mass = (0.5 * modes.elbo.softmax(0) + 0.5 / len(modes.loc)).log()
     normals = NormalMixture.of(log_mass, modes.loc, modes.scale_tril)

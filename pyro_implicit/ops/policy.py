@@ -10,6 +10,7 @@ __all__ = [
     "CONTEXT_FACTOR",
     "DAMPING_FACTOR",
     "EVEN_EFFICIENCY",
+    "FINITE_MEAN_KHAT",
     "FINITE_VARIANCE_KHAT",
     "FIRST_DAMPING",
     "JUMPS",
@@ -47,6 +48,8 @@ MAX_MEDIAN_SAMPLES = 128
 RELIABLE_KHAT = 0.7
 #: Pareto k-hat up to which the variance of importance weights is finite; the same section.
 FINITE_VARIANCE_KHAT = 0.5
+#: Pareto k-hat above which importance weights have no mean.
+FINITE_MEAN_KHAT = 1.0
 #: Effective sample size per draw above which weights count as equal and need no k-hat.
 EVEN_EFFICIENCY = 0.99
 #: Change of a log normalising constant, in nats, at which bridge sampling stops, and the most

@@ -14,7 +14,7 @@ from pyro import poutine
 
 from pyro_implicit.density import row_pilot
 from pyro_implicit.density.pass_target import WholeTarget
-from pyro_implicit.density.policy import PILOT
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.target import Target
 
@@ -174,7 +174,7 @@ def test_rounding_in_single_precision_is_no_dependence_of_rows(height, is_large,
 
     target = Target(tall, *rows())
     assert find_pilot(target, FEW) is not None
-    monkeypatch.setattr(row_pilot, "PILOT", replace(PILOT, last_bits=0.0))
+    monkeypatch.setattr(row_pilot, "RUNS", replace(RUNS, rounding=0.0))
     assert (find_pilot(target, FEW) is None) == is_large
 
 

@@ -14,7 +14,6 @@ from pyro_implicit.diagnostics import (
     whiten,
 )
 from pyro_implicit.diagnostics.distances import pairwise_distances
-from pyro_implicit.diagnostics.policy import DistancePolicy
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -80,7 +79,7 @@ def test_sliced_wasserstein_gradient():
 def test_chunks_do_not_change_the_distance(monkeypatch):
     x, y = torch.randn(40, 3), torch.randn(30, 3)
     whole = sliced_wasserstein(x, y, num_projections=50)
-    monkeypatch.setattr(distances, "DISTANCES", DistancePolicy(chunk_numel=500))
+    monkeypatch.setattr(distances, "MAX_ENTRIES", 500)
     torch.testing.assert_close(sliced_wasserstein(x, y, num_projections=50), whole)
 
 

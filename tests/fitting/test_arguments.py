@@ -20,10 +20,10 @@ from pyro.infer import (
 )
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.density import Target
+from pyro_implicit.density import Modes, Target
 from pyro_implicit.diagnostics import diagnose
-from pyro_implicit.fitting import Fit, Schedule, fit, gaussian_guide, train
-from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, evidence_bound
+from pyro_implicit.fitting import Fit, Schedule, exact_guide, fit, train
+from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO, evidence_bound
 from pyro_implicit.mcmc import refine
 
 Y = torch.tensor([1.0, 2.0, 4.5])
@@ -104,7 +104,7 @@ def test_the_cures_for_a_loss_without_a_differentiable_loss():
 
 
 def clashing(seed, lr, loss=0.0, name=0.0, scale_tril=1.0):
-    """Keywords named like those of ``fit``, ``train`` and ``gaussian_guide``."""
+    """Keywords named like those of ``fit``, ``train`` and ``exact_guide``."""
     x = pyro.sample("x", dist.Normal(seed + lr + loss + name, scale_tril))
     pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(0.0))
 
@@ -124,10 +124,10 @@ def test_keywords_of_the_model_reach_it():
 def test_keywords_of_the_other_functions():
     density = Target(clashing, model_kwargs=KEYWORDS | {"loss": 0.0}, loss=5.0)
     assert density.score(torch.tensor([[70 / 1.01]]))[1].abs() < 1e-2
-    frame = torch.tensor([MEAN]), torch.tensor([[0.1]])
-    guide = gaussian_guide(clashing, *frame, model_kwargs=KEYWORDS)
+    modes = Modes(torch.tensor([[MEAN]]), torch.tensor([[[0.1]]]), torch.zeros(1))
+    guide = exact_guide(clashing, modes, **KEYWORDS)
     options = {"schedule": Schedule(num_steps=1), "name": "a", "progress": False}
-    losses = train(clashing, guide, ImplicitELBO(), model_kwargs=KEYWORDS, **options)
+    losses = train(clashing, guide, InjectiveELBO(), model_kwargs=KEYWORDS, **options)
     # Exact up to the start: log N(0; 100, 1.01), halved squares
     assert losses[0] == pytest.approx(0.5 * 1e4 / 1.01 + 0.92, abs=12)
 

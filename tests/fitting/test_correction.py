@@ -96,7 +96,8 @@ def test_training_ends_once_weights_are_even():
 
 def test_training_goes_on_if_weights_are_uneven(monkeypatch):
     monkeypatch.setattr("pyro_implicit.fitting.policy.RELIABLE_KHAT", -1.0)
-    result = bent_fit(CorrectionPolicy(even=1.0), max_gap=0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.policy.EVEN_EFFICIENCY", 1.0)
+    result = bent_fit(CorrectionPolicy(), max_gap=0.0)
     assert len(result.losses) == 100
 
 

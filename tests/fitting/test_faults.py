@@ -77,7 +77,7 @@ def test_a_candidate_that_fails_leaves_the_others(monkeypatch):
     def fails(*args, **kwargs):
         raise ZeroDivisionError("of the second")
 
-    monkeypatch.setattr("pyro_implicit.fitting.stages.semi_implicit_guide", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.AutoSemiImplicit", fails)
     result = quick(funnel, num_steps=8)
     assert result.chosen in ("gaussian", "injective")
     failed = {stage.name: stage for stage in result.stages if stage.error}

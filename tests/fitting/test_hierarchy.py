@@ -280,7 +280,7 @@ def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrup
         return SimpleNamespace(get_samples=lambda: draws, **known)
 
     monkeypatch.setattr(passes, "refine_target", refine_target)
-    quick = {"num_starts": 1, "search_rounds": 1, "num_weighed": (32, 32)}
+    quick = {"num_starts": 1, "search_rounds": 1, "num_weighed": 32, "num_samples": 32}
     policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0, **quick))  # weights never suffice
     options = {"amortize": "conditional", "seed": 0, "progress": False, "policy": policy}
     expected = contextlib.nullcontext()
@@ -303,7 +303,7 @@ def test_chains_that_a_budget_ended_warn_if_their_errors_are_large(drift, is_sma
         return SimpleNamespace(get_samples=lambda: draws, **known)
 
     monkeypatch.setattr(passes, "refine_target", refine_target)
-    quick = HierarchyPolicy(max_khat=-1.0, num_starts=1, search_rounds=1, num_weighed=(32, 32))
+    quick = HierarchyPolicy(max_khat=-1.0, num_starts=1, search_rounds=1, num_samples=32)
     options = {"amortize": "conditional", "seed": 0, "progress": False}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -322,7 +322,7 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
         budget = BudgetPolicy(
             most_chains=64, least_gradients=50, most_gradients=50, patient_seconds=0.0
         )
-        few = HierarchyPolicy(max_khat=-1.0, num_starts=2, search_rounds=1, num_weighed=(32, 64))
+        few = HierarchyPolicy(max_khat=-1.0, num_starts=2, search_rounds=1, num_samples=64)
         policy = FitPolicy(hierarchy=few, budget=budget)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "chains of the global variables stopped at max_gradients")
@@ -426,7 +426,7 @@ def test_inexact_integrals_are_named():
     y[::3] = 5.0
     # Of so inexact a density the weights are uneven by chance; chains are of no interest here.
     coarse = {"num_nodes": (2, 3), "max_shift": 1e-3, "least_effective": 1.0, "max_khat": math.inf}
-    coarse |= {"num_weighed": (32, 64), "num_samples": 64, "max_passes": 3}
+    coarse |= {"num_weighed": 32, "num_samples": 64, "max_passes": 3}
     policy = FitPolicy(hierarchy=replace(QUICK.hierarchy, **coarse))
     with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
         fit(

@@ -29,7 +29,7 @@ def press(*args, **kwargs):
 #: What is running, what else is asked of ``fit``, and the guide that is left.
 STAGES = {
     "search": ("stages.find_modes", {}, None),
-    "gaussian": ("stages.set_weights", {}, None),
+    "gaussian": ("stages.Stages.set_weights", {}, None),
     "weights of the gaussian": ("stages.reliability", {}, "gaussian"),
     "refine": ("refinement.refine_target", {"refine": True}, "gaussian injective"),
 }

@@ -122,9 +122,12 @@ def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
     assert new.sample(5)["steps"].shape == (5, 24)
 
 
-def test_uneven_weights_of_the_remaining_variables_are_doubts(result: Fit) -> None:
+def test_uneven_weights_of_the_remaining_variables_are_doubts(
+    result: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = result.marginal
-    limits = CorrectionPolicy(least_efficiency=2.0, near=2.0, even=2.0, agrees=2.0)
+    monkeypatch.setattr("pyro_implicit.fitting.policy.EVEN_EFFICIENCY", 2.0)
+    limits = CorrectionPolicy(least_efficiency=2.0, near=2.0, agrees=2.0)
     strict = replace(inner.policy, correction=limits)
     for policy, is_settled in ((inner.policy, True), (strict, False)):
         marginal = inner.source[0].marginal
@@ -161,6 +164,10 @@ def test_chains_of_the_remaining_variables_go_on() -> None:
     assert longer.stages[-1].name == "draws" and longer.draws is not chains.draws
     one, two = chains.sample(1000)["steps"], longer.sample(1000)["steps"]
     assert ((one.mean(0) - two.mean(0)) / one.std(0)).abs().max() < 6 * (2 / 1000) ** 0.5
+    few = replace(policy.integration, num_stored=256 * chains.target.latent_dim, least_draws=1)
+    limited = replace(chains, policy=replace(policy, integration=few))
+    limited = limited.refine_more(max_gradients=20, progress=False)
+    assert limited.draws.num_draws <= 256 < longer.draws.num_draws
 
 
 def test_a_density_that_fails_the_check_is_fitted_as_before(monkeypatch: Any) -> None:

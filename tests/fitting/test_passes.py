@@ -433,7 +433,7 @@ def test_a_limit_of_time_counts_passes_after_the_first_one(monkeypatch):
 
 def test_a_climb_that_ends_early_is_named():
     # Weights of a Gaussian away from the mode are uneven; more of them, and chains, are not tested.
-    few = {"num_pilot": 64, "pilot_per_dim": 1, "max_passes": 0, "num_weighed": (32, 64)}
+    few = {"num_pilot": 64, "pilot_per_dim": 1, "max_passes": 0, "num_samples": 1024}
     few |= {"cheap_evaluations": 0.0, "least_effective": 0.0, "max_khat": math.inf}
     policy = FitPolicy(minibatch=replace(POLICY, **few))
     result = fit(linear, batches=loader(*correlated()), policy=policy, **QUIET)

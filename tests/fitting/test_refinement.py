@@ -204,7 +204,9 @@ def test_chains_that_hardly_moved_are_dropped(optional, monkeypatch):
         return replace(refine_target(*args, **options), stopped="max_seconds")
 
     monkeypatch.setattr(refinement, "refine_target", stopped)
-    policy = FitPolicy(budget=BudgetPolicy(stuck_r_hat=0.5, least_gradients=30, chain_seconds=0.1))
+    stopping = replace(refinement.CHAINS.stopping, unmoved_r_hat=0.5)
+    monkeypatch.setattr(refinement, "CHAINS", replace(refinement.CHAINS, stopping=stopping))
+    policy = FitPolicy(budget=BudgetPolicy(least_gradients=30, chain_seconds=0.1))
     options = {**QUIET, "policy": policy, "max_seconds": 60.0, "refine": optional}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -16,11 +16,10 @@ from pyro.infer.autoguide import AutoDelta, AutoIAFNormal, AutoNormal, init_to_v
 from pyro_implicit import fit
 from pyro_implicit.fitting import FitPolicy, TrainingPolicy
 from pyro_implicit.fitting import stages as stages_module
-from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.fitting.parameters import trained_parameters
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
-from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides import AutoImplicit, Frame
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.runtime import progress as progress_module
@@ -130,9 +129,8 @@ def test_exactness_by_the_spread_of_losses():
 
 def exact_guide():
     precision = 0.25 + 3
-    frame = gaussian_guide(
-        conjugate, torch.tensor([7.5 / precision]), torch.tensor([[precision**-0.5]])
-    )
+    loc, scale_tril = torch.tensor([7.5 / precision]), torch.tensor([[precision**-0.5]])
+    frame = Frame(loc, scale_tril=scale_tril)
     return AutoImplicit(conjugate, AutoregressiveGenerator, frame=frame)
 
 

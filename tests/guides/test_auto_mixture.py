@@ -25,11 +25,12 @@ from pyro_implicit import (
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.fitting.candidates import gaussian_guide, mixture_weights
+from pyro_implicit.fitting.candidates import mixture_weights
 from pyro_implicit.fitting.training import Schedule
 from pyro_implicit.fitting.training import train as fit
 from pyro_implicit.generators import Generator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.guides.auto_implicit import GeneratorTransform
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.infer import ImplicitELBO
@@ -419,7 +420,7 @@ def test_two_modes_end_to_end():
     modes = find_modes(density, num_starts=20)
     parts = []
     for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True):
-        frame = gaussian_guide(two_modes, loc, scale_tril)
+        frame = Frame(loc, scale_tril=scale_tril)
         parts.append(AutoImplicit(two_modes, AutoregressiveGenerator, frame=frame))
     guide = AutoMixture(two_modes, parts)
     guide()

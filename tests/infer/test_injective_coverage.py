@@ -13,10 +13,9 @@ import torch
 from pyro import poutine
 
 from pyro_implicit.distributions import Implicit
-from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.generators import ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
-from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides import AutoImplicit, Frame
 from pyro_implicit.infer.engine.traces import log_weights
 from pyro_implicit.infer.injective import InjectiveELBO, _truncated
 
@@ -101,8 +100,7 @@ def test_no_gradient_at_the_posterior(generator):
     def model():
         pyro.sample("x", dist.MultivariateNormal(loc, covariance))
 
-    frame = gaussian_guide(model, loc, root)
-    guide = AutoImplicit(model, generator, frame=frame)
+    guide = AutoImplicit(model, generator, frame=Frame(loc, scale_tril=root))
     guide()
     for parameter in guide.generator.parameters():
         torch.nn.init.zeros_(parameter)

@@ -183,10 +183,10 @@ def warn_of_lost_gradients(target: Target) -> None:
     wide_step, narrow_step = policy.steps
     groups = _groups(target)
     start, random = target.init_loc, torch.Generator().manual_seed(0)
-    shape = (len(groups), policy.num_points, target.latent_dim)
+    shape = (len(groups), RUNS.num_points, target.latent_dim)
     drawn = torch.randn((2, *shape), generator=random, dtype=torch.float64, device="cpu")
     away, toward = drawn.to(start)
-    points = (start + policy.distance * away).flatten(0, 1)
+    points = (start + RUNS.nearby * away).flatten(0, 1)
     is_moved = torch.stack([is_moved for _, is_moved in groups]).unsqueeze(1)
     toward = torch.where(is_moved.to(start.device), toward, 0.0).flatten(0, 1)
     ends = [points + sign * step * toward for step in policy.steps for sign in (1, -1)]

@@ -218,7 +218,7 @@ class SitePrior:
             if site["type"] == "sample" and name in values:
                 transform = biject_to(site["fn"].support)
                 free = transform.inv(values[name])
-                moved[name] = transform(free + RUNS.prior_shift * (1 + torch.rand_like(free)))
+                moved[name] = transform(free + RUNS.nearby * (1 + torch.rand_like(free)))
 
         def moves_with(names: set[str]) -> bool:
             other = self._up_to_latents({n: (moved if n in names else values)[n] for n in moved})

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_implicit.mcmc.kernels import mclmc
 from pyro_implicit.mcmc.kernels.hmc import Averaging
 from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, gradients_of, path, refreshed
-from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MAMSPolicy
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.ops.ensemble_hmc import Score, chosen
 
 __all__ = ["Info", "MAMSTuning", "Settings", "adaptation", "init", "step"]
@@ -102,14 +102,14 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
 class MAMSTuning:
     """Step sizes of chains that learn nothing from each other, as a value.
 
-    In the first part of the warm-up the chains run unadjusted, with step sizes and decoherence
-    lengths of :class:`~pyro_implicit.mcmc.kernels.mclmc.MCLMCTuning`. In the second part, dual
-    averaging brings each chain's mean acceptance probability to ``policy.target_acceptance``. A
-    path has as many steps as the median of decoherence length over step size, at most
-    ``max_steps``: the only number that the chains share, because they step at the same time.
+    In the first half of the warm-up the chains run unadjusted, with step sizes and decoherence
+    lengths of :class:`~pyro_implicit.mcmc.kernels.mclmc.MCLMCTuning`: such steps are longer and
+    move faster from the starts to the posterior. In the second half, dual averaging brings each
+    chain's mean acceptance probability to ``target_acceptance``, from half the step size. A path
+    has as many steps as the median of decoherence length over step size, at most ``max_steps``: the
+    only number that the chains share, because they step at the same time.
 
-    :param policy: the numbers of the adaptation.
-    :param walk: step sizes and lengths.
+    :param walk: step sizes and lengths, and the numbers of the adaptation.
     :param max_steps: of a path.
     :param averaging: of the log step sizes; None while the chains are unadjusted.
     :param num_steps: of a path, once frozen.
@@ -120,7 +120,6 @@ class MAMSTuning:
        Monte Carlo*, section 4.
     """
 
-    policy: MAMSPolicy = field(default_factory=MAMSPolicy)
     walk: MCLMCTuning = field(default_factory=MCLMCTuning)
     max_steps: int = 32
     averaging: Averaging | None = None
@@ -143,7 +142,7 @@ class MAMSTuning:
         if self.averaging is None:
             found = mclmc.Info(info.energy_error, info.num_gradients)
             return replace(self, walk=self.walk.update(state, found, settings.path))
-        gradient = self.policy.target_acceptance - info.acceptance.unsqueeze(-1)
+        gradient = self.walk.policy.target_acceptance - info.acceptance.unsqueeze(-1)
         averaging = self.averaging.update(gradient)
         walk = replace(self.walk, step_sizes=averaging.value.exp())
         return replace(self, averaging=averaging, walk=walk)
@@ -160,11 +159,11 @@ class MAMSTuning:
         """Learn from the warm-up, of which a share is over."""
         if self.averaging is not None:
             return self
-        walk = self.walk.at(share / self.policy.unadjusted_share)
-        if share < self.policy.unadjusted_share:
+        walk = self.walk.at(2 * share)  # of the first half
+        if share < 0.5:
             return replace(self, walk=walk)
         assert walk.step_sizes is not None
-        first = self.policy.first_ratio * walk.step_sizes
+        first = walk.step_sizes / 2
         return replace(
             self,
             walk=replace(walk, step_sizes=first),
@@ -201,4 +200,4 @@ class MAMSTuning:
 
 def adaptation(policy: ChainPolicy = DEFAULT, max_gradients: int = 64) -> MAMSTuning:
     """Return the first adaptation of a run."""
-    return MAMSTuning(policy.mams, mclmc.adaptation(policy), max(1, max_gradients // 2))
+    return MAMSTuning(mclmc.adaptation(policy), max(1, max_gradients // 2))

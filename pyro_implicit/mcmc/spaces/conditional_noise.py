@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import RUNS
+from pyro_implicit.density.policy import RUNS, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
@@ -181,7 +181,7 @@ def dependent_sites(target: Target, point: Tensor) -> list[str]:
     :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
         an error there, no sites are found.
     """
-    step = torch.linspace(RUNS.prior_shift, 2 * RUNS.prior_shift, len(point)).to(point)
+    step = torch.linspace(RUNS.nearby, 2 * RUNS.nearby, len(point)).to(point)
     try:
         one, other = (target.trace_at(at).nodes for at in (point, point + step))
     except IMPOSSIBLE:
@@ -495,7 +495,7 @@ def roughness(
     shape = policy.num_points, centre.shape[-1]
     drawn = torch.randn(shape, generator=generator, device="cpu").to(centre)
     points = centre.repeat(policy.num_points, 1)
-    points[:, others] += policy.far * spread * drawn[:, others]
+    points[:, others] += policy.max_moved * spread * drawn[:, others]
     points[:, own] = drawn[:, own]
     rest = (noise_map.score(points)[1] + points)[:, own].square().mean()
     return rest.nan_to_num(nan=math.inf).item()
@@ -520,7 +520,7 @@ def is_too_late(target: Target, limit: TimeLimit, policy: SpacePolicy = DEFAULT.
         return False
     # A law is fitted to second derivatives, each of which takes two gradients.
     seconds = 2 * target.seconds(policy.num_points * policy.max_watched)
-    return seconds > limit.left(policy.time_share)
+    return seconds > limit.left(SEARCH.time_share)
 
 
 def _differ(one: Any, other: Any) -> bool:

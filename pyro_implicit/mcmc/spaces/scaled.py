@@ -184,7 +184,7 @@ class ScaledBlock:
             optimizer = torch.optim.LBFGS(
                 [found],
                 max_iter=policy.law_iterations,
-                tolerance_change=policy.law_change,
+                tolerance_change=policy.least_gain,
                 line_search_fn="strong_wolfe",
             )
 
