@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from pyro_implicit.runtime.sites import innermost_support
 __all__ = [
     "Modes",
     "antithetic_noise",
+    "dip",
     "find_modes",
     "gaussian_elbo",
     "near_origin",
@@ -516,10 +518,29 @@ def _are_sound(target: Target, loc: Tensor, highest: Tensor) -> Tensor:
     return ~is_rounding(target, torch.cat([loc, highest])).reshape(2, -1).any(0)
 
 
-def _dip(target: Target, start: Tensor, end: Tensor) -> Tensor:
-    """Return by how much the log-density dips on the lines from points ``(n, dim)`` to another."""
-    fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[:, None, None]
-    heights = finite_log_prob(target, start + fractions * (end - start))
+def dip(
+    log_prob: Callable[[Tensor], Tensor],
+    start: Tensor,
+    end: Tensor,
+    number: int = SEARCH.num_between,
+) -> Tensor:
+    """Return by how much a log-density dips on the lines between points, ``(n,)``.
+
+    **Example:**
+
+    >>> start, end = torch.tensor([[1.0], [-1.0]]), torch.tensor([1.0])
+    >>> dip(lambda x: x.square().sum(-1), start, end)
+    tensor([0., 1.])
+
+    :param log_prob: of points ``(num_points, dim)``; where it is not finite, it counts as -inf.
+    :param start: ``(n, dim)``.
+    :param end: ``(dim,)``.
+    :param number: the number of points on a line.
+    """
+    fractions = torch.linspace(0, 1, number).to(end)[:, None, None]
+    points = start + fractions * (end - start)
+    heights = log_prob(points.flatten(0, 1)).reshape(points.shape[:2])
+    heights = heights.nan_to_num(-math.inf, -math.inf, -math.inf)
     return torch.minimum(heights[0], heights[-1]) - heights.min(0).values
 
 
@@ -535,7 +556,10 @@ def _separate(
     order = 1 + found.elbo[1:].argsort(descending=True)
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     top = found
-    if len(end.loc) and (_dip(target, found.loc[order], found.loc[0]) > SEARCH.min_dip).all():
+    if (
+        len(end.loc)
+        and (dip(target.log_prob, found.loc[order], found.loc[0]) > SEARCH.min_dip).all()
+    ):
         # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
         top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
     groups = _Groups(target, _rows(top, slice(1)))
@@ -573,9 +597,9 @@ class _Groups:
         apart = matvecmul(self._whiten, one.loc - self._loc).norm(dim=-1).nan_to_num(math.inf)
         nearest = int(apart.argmin())
         if apart[nearest] >= SEARCH.same:
-            dip = _dip(self.target, self._loc, one.loc[0])
-            nearest = int(dip.argmin())
-            if dip[nearest] > SEARCH.min_dip:
+            dips = dip(self.target.log_prob, self._loc, one.loc[0])
+            nearest = int(dips.argmin())
+            if dips[nearest] > SEARCH.min_dip:
                 self._loc = torch.cat([self._loc, one.loc])
                 own = torch.linalg.inv_ex(one.scale_tril)
                 self._whiten = torch.cat([self._whiten, own.inverse])

@@ -17,7 +17,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.checks.numerics import widen_if_rounded
 from pyro_implicit.density.cost import estimated_seconds, seconds_near
-from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.mode_search import Modes, dip, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import RUNS, SEARCH
 from pyro_implicit.density.supports import on_fixed_supports
@@ -55,7 +55,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
-from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import counted, first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -393,11 +393,15 @@ class Stages:
             if symmetries:
                 symmetries = confirmed(symmetries, target, modes.loc)
             self.result.symmetries = symmetries
+            note = ""
+            if len(modes.loc) > 1 and not symmetries:
+                found, modes = len(modes.loc), joined_in_noise(target, modes, self.limit)
+                note = f" ({found} in the latents)" * (found > len(modes.loc))
             number = self.result.num_modes = len(modes.loc)
             self.result.modes = modes.loc
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}"
-            line.outcome += f"{' up to symmetries' if symmetries else ''}, best ELBO {best:.2f}"
+            line.outcome += f"{' up to symmetries' if symmetries else note}, best ELBO {best:.2f}"
             line.outcome += widen_near(target, modes)
         return modes
 
@@ -698,6 +702,25 @@ def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candi
     if _chains_are_cheaper(stages, target, guide, efficiency):
         return "; chains cost less than the training of a guide"
     return None
+
+
+def joined_in_noise(target: Target, modes: Modes, limit: TimeLimit = NO_LIMIT) -> Modes:
+    """Leave out modes that are no modes in the noise of the priors, such as a funnel's neck.
+
+    :param modes: separate modes in the latents, best first.
+    :param limit: ends the analysis of the priors.
+    """
+    space = None
+    if len(target.shapes) > 1:
+        space = conditional_noise(target, modes.loc[0], limit=limit)
+    if space is None:
+        return modes
+    points, kept = space.to_points(modes.loc), [0]
+    for row in range(1, len(points)):
+        dips = dip(lambda some: space.plain_score(some)[0], points[kept], points[row])
+        if dips.min() > SEARCH.min_dip:
+            kept.append(row)
+    return Modes(*(part[kept] for part in modes))
 
 
 def _chains_are_cheaper(stages: Stages, target: Target, guide: Any, efficiency: float) -> bool:
