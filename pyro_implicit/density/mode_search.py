@@ -544,6 +544,31 @@ def dip(
     return torch.minimum(heights[0], heights[-1]) - heights.min(0).values
 
 
+def _dip_of_ridges(target: Target, start: Tensor, end: Tensor) -> Tensor:
+    """Return the dips from points ``(n, dim)`` to another, with lines that have climbed sideways.
+
+    A curved ridge, as of a funnel, dips on a straight line. Points of a line take Newton steps as
+    paths do, without their part along the line.
+    """
+    fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[1:-1, None, None]
+    along = (end - start).expand(len(fractions), -1, -1).flatten(0, 1)
+    points = (start + fractions * (end - start)).flatten(0, 1)
+    sizes = points.new_tensor([*SEARCH.step_sizes, 0.0])[:, None, None]
+    for _ in range(SEARCH.ridge_steps):
+        _, score, hessian = target.derivatives(points)
+        factor, _ = root_of_inverse(hessian)
+        step, line = (matvecmul(factor, matvecmul(factor.mT, one)) for one in (score, along))
+        share = (step * along).sum(-1) / (line * along).sum(-1)
+        step = (step - share.unsqueeze(-1) * line).nan_to_num(0.0, 0.0, 0.0)
+        tried = points + sizes * step
+        best = finite_log_prob(target, tried).argmax(0)
+        points = tried[best, torch.arange(len(points))]
+    ends = torch.cat([start, end.unsqueeze(0)])
+    heights = finite_log_prob(target, torch.cat([points, ends]))
+    lowest = heights[: len(points)].reshape(-1, len(start)).amin(0)
+    return torch.minimum(heights[len(points) : -1], heights[-1]) - lowest
+
+
 def _separate(
     target: Target, found: Modes, end: Modes, rest: Modes, max_gap: float, num_draws: int
 ) -> tuple[Modes, Tensor]:
@@ -566,7 +591,7 @@ def _separate(
     kept = [0, *(row for row in order.tolist() if groups.put(_rows(top, slice(row, row + 1))))]
     num_met = torch.tensor(groups.counts)
     order = rest.elbo.argsort(descending=True)
-    apart = [row for row in order.tolist() if groups.put(_rows(rest, slice(row, row + 1)))]
+    apart = [row for row in order.tolist() if groups.put(_rows(rest, slice(row, row + 1)), False)]
     counts = groups.counts[len(kept) :]
     apart = [row for row, count in zip(apart, counts, strict=True) if count > 1]
     num_met = torch.cat([num_met, torch.zeros(len(apart)).to(num_met)])
@@ -592,12 +617,17 @@ class _Groups:
         self.target, self.counts = target, [0]
         self._loc, self._whiten = first.loc, torch.linalg.inv_ex(first.scale_tril).inverse
 
-    def put(self, one: Modes) -> bool:
-        """Put a Gaussian into the nearest group; return whether it begins one."""
+    def put(self, one: Modes, is_end: bool = True) -> bool:
+        """Put a Gaussian into the nearest group; return whether it begins one.
+
+        :param is_end: whether a path ends at it; other Gaussians lie on ridges, which may bend.
+        """
         apart = matvecmul(self._whiten, one.loc - self._loc).norm(dim=-1).nan_to_num(math.inf)
         nearest = int(apart.argmin())
         if apart[nearest] >= SEARCH.same:
             dips = dip(self.target.log_prob, self._loc, one.loc[0])
+            if not is_end and dips.min() > SEARCH.min_dip:
+                dips = _dip_of_ridges(self.target, self._loc, one.loc[0])
             nearest = int(dips.argmin())
             if dips[nearest] > SEARCH.min_dip:
                 self._loc = torch.cat([self._loc, one.loc])

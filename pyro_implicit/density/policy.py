@@ -282,6 +282,9 @@ class SearchPolicy:
     #: Points on the line between two modes at which a dip is looked for.
     num_between: int = 11
 
+    #: Steps by which such lines climb sideways to a ridge between Gaussians at which no path ends.
+    ridge_steps: int = 10
+
     #: Draws for the final ELBO of each mode; the best of many paths is partly the luckiest.
     num_final_draws: int = 256
 

