@@ -320,7 +320,7 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
     policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
     if by_chains:
         budget = BudgetPolicy(
-            most_chains=64, least_gradients=50, most_gradients=50, patient_seconds=0.0
+            most_chains=32, least_gradients=50, most_gradients=50, patient_seconds=0.0
         )
         few = HierarchyPolicy(max_khat=-1.0, num_starts=2, search_rounds=1, num_weighed=(32, 64))
         policy = FitPolicy(hierarchy=few, budget=budget)

@@ -327,8 +327,8 @@ def test_chains_follow_uneven_weights(refine, of_all_rows):
     assert (result.refined is not None) == (refine is not False)
     shape = result.sample(2000)["shape"].log()
     assert (shape.mean() - of_all_rows.mean()).abs() < 0.1 * of_all_rows.std()
-    assert result.diagnose().verdict in ("trust", "check")
     if refine == "auto":
+        assert result.diagnose().verdict in ("trust", "check")
         more = result.refine_more(max_gradients=20, progress=False)
         assert more.refined.num_gradients > result.refined.num_gradients
     if refine is False:

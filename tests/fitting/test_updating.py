@@ -310,7 +310,9 @@ def test_small_shares_of_a_simplex_in_float32() -> None:
         pyro.sample("counts", dist.Multinomial(int(counts.sum()), p), obs=counts)
 
     options, counts = {"seed": 0, "progress": False}, torch.tensor([3.0, 1.0, 0.0])
-    twice = fit(model, "auto", counts, **options).update(model, counts, **options)
+    once = dist.Dirichlet(0.5 + counts).sample(torch.Size((4_000,)))
+    prior = posterior_as_prior({"p": once}, model, counts)
+    twice = fit(prior(model), "auto", counts, **options)
     found, exact = twice.sample(4_000)["p"], dist.Dirichlet(0.5 + 2 * counts)
     sds = exact.variance.sqrt()
     assert ((found.mean(0) - exact.mean) / sds).abs().max() < 0.06
