@@ -99,6 +99,7 @@ def test_one_mode_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise ArithmeticError("no Gaussian")
 
     fits = []
+    monkeypatch.setattr(verdicts, "NUM_DRAWS", 1000)
     monkeypatch.setattr(verdicts, "gaussian_guide", fails)
     quick = {"num_samples": 500, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(verdicts, "diagnose", partial(verdicts.diagnose, **quick))

