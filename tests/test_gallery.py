@@ -109,6 +109,8 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(Fit, "diagnose", num_samples=100)
     for name in ("check_prior_predictive", "check_posterior_predictive"):
         patch(Fit, name, num_samples=50)
+    jumps = importlib.import_module("pyro_implicit.ops.jumps")
+    monkeypatch.setattr(jumps, "JUMPS", replace(jumps.JUMPS, num_halvings=4))
     # Chains with such budgets stay apart.
     refinement = importlib.import_module("pyro_implicit.mcmc.refine")
     monkeypatch.setattr(refinement, "_can_anneal", lambda *args: False)
