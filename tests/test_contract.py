@@ -209,11 +209,20 @@ def refusal(guide_name: str, elbo_name: str) -> str | None:
 PAIRS = {(guide, elbo): refusal(guide, elbo) for elbo in ELBOS for guide in GUIDES}
 NAMES = ("guide_name", "elbo_name")
 _ALLOWED = [pair for pair, why in PAIRS.items() if why is None]
-pairs = pytest.mark.parametrize(NAMES, _ALLOWED)
 #: One of each guide and of each ELBO, for what no pair has to itself.
 _SOME = {guide: (guide, elbo) for guide, elbo in _ALLOWED} | {
     elbo: (guide, elbo) for guide, elbo in reversed(_ALLOWED)
 }
+#: Guides that only an ELBO which reads the generator's Jacobian tells from another guide above: all
+#: others take draws and densities. The mixture's density is Pyro's; "HandWritten" has one, too.
+_VARIANTS = {"AutoImplicit-gated-residual", "AutoSemiImplicit-frame", "AutoSemiImplicit-MMNN"}
+_JACOBIAN = ("GPVI", "Injective", "LIVI")
+_COVERED = {
+    (guide, elbo)
+    for guide, elbo in set(_ALLOWED) - set(_SOME.values())
+    if guide == "AutoMixture" or (guide in _VARIANTS and not elbo.startswith(_JACOBIAN))
+}
+pairs = pytest.mark.parametrize(NAMES, [pair for pair in _ALLOWED if pair not in _COVERED])
 some_pairs = pytest.mark.parametrize(NAMES, sorted(set(_SOME.values())))
 _REFUSED = [pair for pair, why in PAIRS.items() if why and pair not in REFUSED]
 #: One check of the kind of their sites rules these out: one pair of each guide and each ELBO.
