@@ -54,7 +54,7 @@ CASES = [case for case in CHECKS.args[1] if not is_contained(case[1])]
 @pytest.mark.parametrize(CHECKS.args[0], CASES, ids=short_name)
 def test_scikit_learn_checks(estimator: Any, check: Any) -> None:
     if not short_name(check).endswith("_train"):  # the others ask for no accuracy
-        estimator = clone(estimator).set_params(policy=ensemble_of_two(5))
+        estimator = clone(estimator).set_params(policy=ensemble_of_two(1))
     check(estimator)
 
 
