@@ -414,7 +414,7 @@ def test_a_seeded_fit_can_be_calibrated():
     seen = []
 
     def seeded(conditioned):
-        result = fit(conditioned, seed=1, progress=False)
+        result = fit(conditioned, seed=1, policy=FEW, progress=False)
         seen.append(result.guide.median()["x"].item())
         return result.guide
 
