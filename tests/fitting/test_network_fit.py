@@ -125,7 +125,7 @@ def test_cheap_members_are_many(linear, monkeypatch, overhead, each, expected):
     assert affordable_members(target, replace(policy, num_members=7)) == 7
 
 
-@pytest.mark.parametrize(("chain_seconds", "training_seconds"), [(0.0, 5.0), (1e3, 1.5)])
+@pytest.mark.parametrize(("chain_seconds", "training_seconds"), [(0.0, 5.0), (1e3, 1.0)])
 def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds, training_seconds):
     """Steps have 20 rows, and the ensemble agrees with one of all rows."""
     model, x, y = linear
@@ -147,7 +147,8 @@ def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds, trai
         assert result.source[1][0] is x
         sizes, count = set(seen), len(seen)
         seen.clear()
-        assert sizes == ({20} if most_rows == 30 else {54 if chain_seconds else 60}) and count > 100
+        assert sizes == ({20} if most_rows == 30 else {54 if chain_seconds else 60})
+        assert count == 100 if chain_seconds else count > 100  # 100 are the least
     if not chain_seconds:  # without early stopping
         first, second = (x @ mean for mean in means.values())
         assert (first - second).square().mean() < 0.02 * first.var()
