@@ -47,7 +47,7 @@ class Stub:
 
 
 @pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(few_resamples: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts.data, "NAMES", ("gaussian",))
     monkeypatch.setattr(verdicts.data, "EXTRA", ())
     monkeypatch.setattr(verdicts.data, "load", lambda name, data_dir: Stub())
