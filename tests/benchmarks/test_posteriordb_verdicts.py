@@ -39,7 +39,7 @@ class Stub:
 
     def reference(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(7)
-        noise = torch.randn(4000, 2, generator=generator, dtype=torch.float64)
+        noise = torch.randn(2000, 2, generator=generator, dtype=torch.float64)
         return {"x": LOC + noise @ torch.linalg.cholesky(COVARIANCE).T}
 
     def unconstrain(self, draws: dict[str, Tensor]) -> Tensor:

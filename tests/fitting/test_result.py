@@ -143,7 +143,7 @@ def test_refined_draws_speak_for_the_result(refined):
     found = result.diagnose()
     assert found.verdict == "trust" and found.settled and found.bound is None
     assert "none needed for draws of chains" in str(found)
-    assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + Y.mean() / 2}).floor_ratio < 3
+    assert result.compare({"x": torch.randn(1000) * 0.5**0.5 + Y.mean() / 2}).floor_ratio < 3
     draws = Predictive(data, guide=result.posterior, num_samples=2000)(Y)["x"]
     assert draws.std().item() == pytest.approx(0.5**0.5, rel=0.1)
     total = result.refined.num_chains * result.refined.samples["x"].shape[1]
