@@ -300,7 +300,7 @@ def test_minibatches_train_an_ensemble(refine):
     batches = list(zip(x[:200].split(50), y[:200].split(50), strict=True))
     result = fit(
         classifier(net, 200), "auto", batches=batches,
-        validation=[(x[200:], y[200:])], epochs=60 if refine is True else 2, refine=refine,
+        validation=[(x[200:], y[200:])], epochs=40 if refine is True else 2, refine=refine,
         seed=0, progress=False, policy=policy,
     )  # fmt: skip
     members = result.guide.get_samples()["0.weight"]
