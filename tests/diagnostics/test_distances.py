@@ -156,8 +156,8 @@ def test_interval_covers_the_distance_of_the_distributions(shift):
         inside += low <= shift / dim**0.5 <= high
         above += low > 0
         assert low <= sliced_wasserstein(x, y) and high < 1
-    assert inside >= 8  # a binomial(10, 0.95) is below with a probability of 0.01
-    assert above <= 1 if shift == 0 else above >= 5
+    assert inside >= 9  # a binomial(10, 0.95) is below with a probability of 0.09; seeds are fixed
+    assert above == 0 if shift == 0 else above >= 5
 
 
 def test_interval_of_equal_sets():
