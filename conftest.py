@@ -32,8 +32,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # what is garbage already may stay: to find it takes a second
 
 
 @pytest.fixture(autouse=True)

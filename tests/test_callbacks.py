@@ -63,7 +63,7 @@ def train_normal(**options):
 
 def test_fit_reports_its_steps_and_stages_and_does_not_change():
     record = Record()
-    budget = BudgetPolicy(least_gradients=300, most_gradients=300, most_chains=32)
+    budget = BudgetPolicy(least_gradients=100, most_gradients=100, most_chains=32)
     options = {"seed": 0, "num_steps": 30, "refine": True, "policy": FitPolicy(budget=budget)}
     found = fit(gaussian, callbacks=[record], progress=False, **options)
     alone = fit(gaussian, progress=False, **options)

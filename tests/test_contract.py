@@ -209,15 +209,26 @@ def refusal(guide_name: str, elbo_name: str) -> str | None:
 PAIRS = {(guide, elbo): refusal(guide, elbo) for elbo in ELBOS for guide in GUIDES}
 NAMES = ("guide_name", "elbo_name")
 _ALLOWED = [pair for pair, why in PAIRS.items() if why is None]
-pairs = pytest.mark.parametrize(NAMES, _ALLOWED)
 #: One of each guide and of each ELBO, for what no pair has to itself.
 _SOME = {guide: (guide, elbo) for guide, elbo in _ALLOWED} | {
     elbo: (guide, elbo) for guide, elbo in reversed(_ALLOWED)
 }
+#: Guides that only an ELBO which reads the generator's Jacobian tells from another guide above: all
+#: others take draws and densities. The mixture's density is Pyro's; "HandWritten" has one, too.
+_VARIANTS = {"AutoImplicit-gated-residual", "AutoSemiImplicit-frame", "AutoSemiImplicit-MMNN"}
+_JACOBIAN = ("GPVI", "Injective", "LIVI")
+_COVERED = {
+    (guide, elbo)
+    for guide, elbo in set(_ALLOWED) - set(_SOME.values())
+    if guide == "AutoMixture" or (guide in _VARIANTS and not elbo.startswith(_JACOBIAN))
+}
+pairs = pytest.mark.parametrize(NAMES, [pair for pair in _ALLOWED if pair not in _COVERED])
 some_pairs = pytest.mark.parametrize(NAMES, sorted(set(_SOME.values())))
 _REFUSED = [pair for pair, why in PAIRS.items() if why and pair not in REFUSED]
 #: One check of the kind of their sites rules these out: one pair of each guide and each ELBO.
 _BY_KIND = {pair[0]: pair for pair in _REFUSED} | {pair[1]: pair for pair in reversed(_REFUSED)}
+#: Whose steps cannot be recorded, and a word of the reason.
+UNRECORDED = {"LIVI-smallest": "reads the value"}  # it iterates until it has converged
 refused = pytest.mark.parametrize(NAMES, [*sorted(set(_BY_KIND.values())), *REFUSED])
 guides = pytest.mark.parametrize("guide_name", GUIDES)
 
@@ -288,8 +299,10 @@ def test_single_particle(guide_name, elbo_name):
     assert SVI(model, guide, pyro.optim.Adam({}), elbo).step() != 0
 
 
-@some_pairs
+@pytest.mark.parametrize(NAMES, sorted({_SOME[name] for name in (*GUIDES, *UNRECORDED)}))
 def test_seeds_give_equal_runs(guide_name, elbo_name):
+    """``test_recorded_steps_are_plain_ones`` has equal seeds for the other ELBOs."""
+
     def losses() -> list[float]:
         pyro.clear_param_store()
         pyro.set_rng_seed(3)
@@ -344,10 +357,6 @@ def test_copies_and_pickles_after_a_step(elbo_name):
     reference = copy.deepcopy(elbo)
     step(copied), step(loaded)
     torch.testing.assert_close(step(reference), step(elbo), rtol=0, atol=0)
-
-
-#: Whose steps cannot be recorded, and a word of the reason.
-UNRECORDED = {"LIVI-smallest": "reads the value"}  # it iterates until it has converged
 
 
 @pytest.mark.parametrize("elbo_name", ELBOS)

@@ -24,8 +24,8 @@ EXAMPLES = {
     "--max-seconds 1",
     "bnn_regression.py": "--steps 3 --particles 2 --hidden 4 --ensemble 2 --nuts 2",
     "lenet_mnist.py": "--subset 20 --epochs 1 --batch-size 10 --num-samples 2 --data-dir .",
-    "vae.py": "--num-train 40 --num-test 8 --num-eval 4 --hidden 8 --latent-dim 2 --epochs 2 "
-    "--batch-size 20 --entropy-particles 10 --bound-particles 10 --importance-samples 50",
+    "vae.py": "--num-train 40 --num-test 8 --num-eval 4 --hidden 8 --latent-dim 2 --epochs 1 "
+    "--batch-size 20 --entropy-particles 10 --bound-particles 10 --importance-samples 10",
 }
 
 

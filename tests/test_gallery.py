@@ -41,7 +41,7 @@ SHORT = replace(
         oversampling=1,
     ),
     hierarchy=HierarchyPolicy(
-        num_pilot=50, num_starts=1, search_rounds=1, search_iterations=2,
+        num_pilot=16, num_starts=1, search_rounds=1, search_iterations=1,
         num_weighed=32, num_samples=64,
         max_khat=math.inf, least_effective=0.0,  # tests/fitting/test_hierarchy.py runs the chains
     ),
@@ -99,6 +99,8 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fitting.model_comparison", "decisions.leave_one_out"):
         module = importlib.import_module(f"pyro_implicit.{name}")
         monkeypatch.setattr(module, "DECISIONS", few_draws)
+    module = importlib.import_module("pyro_implicit.decisions.leave_one_out")
+    patch(module, "refine", max_gradients=40)
     few = SimulatorPolicy(num_networks=1, num_steps=5)
     patch(pyro_implicit, "fit_simulator", num_simulations=200, policy=few)
     monkeypatch.setattr(
@@ -109,6 +111,8 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(Fit, "diagnose", num_samples=100)
     for name in ("check_prior_predictive", "check_posterior_predictive"):
         patch(Fit, name, num_samples=50)
+    jumps = importlib.import_module("pyro_implicit.ops.jumps")
+    monkeypatch.setattr(jumps, "JUMPS", replace(jumps.JUMPS, num_halvings=4))
     # Chains with such budgets stay apart.
     refinement = importlib.import_module("pyro_implicit.mcmc.refine")
     monkeypatch.setattr(refinement, "_can_anneal", lambda *args: False)

@@ -39,7 +39,7 @@ class Stub:
 
     def reference(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(7)
-        noise = torch.randn(4000, 2, generator=generator, dtype=torch.float64)
+        noise = torch.randn(2000, 2, generator=generator, dtype=torch.float64)
         return {"x": LOC + noise @ torch.linalg.cholesky(COVARIANCE).T}
 
     def unconstrain(self, draws: dict[str, Tensor]) -> Tensor:
@@ -47,7 +47,7 @@ class Stub:
 
 
 @pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(few_resamples: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts.data, "NAMES", ("gaussian",))
     monkeypatch.setattr(verdicts.data, "EXTRA", ())
     monkeypatch.setattr(verdicts.data, "load", lambda name, data_dir: Stub())
@@ -99,6 +99,7 @@ def test_one_mode_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise ArithmeticError("no Gaussian")
 
     fits = []
+    monkeypatch.setattr(verdicts, "NUM_DRAWS", 1000)
     monkeypatch.setattr(verdicts, "gaussian_guide", fails)
     quick = {"num_samples": 500, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(verdicts, "diagnose", partial(verdicts.diagnose, **quick))

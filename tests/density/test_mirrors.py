@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 import pyro
@@ -16,6 +17,8 @@ from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.density.mirrors import Images, Mirror, find_mirrors, with_images
 from pyro_implicit.density.symmetry import find_symmetries
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy
+from pyro_implicit.fitting.policy import TrainingPolicy
 from pyro_implicit.mcmc.refined import _add_images
 from pyro_implicit.ops import LogWeights
 
@@ -243,7 +246,11 @@ def test_a_fit_of_many_latents_has_both_modes():
     position = torch.randn(100, 1, generator=generator)
     chance = (position * 2.5 * torch.tensor([1.0, -1.0]).repeat(5)).sigmoid()
     votes = torch.bernoulli(chance, generator=generator)
-    result = fit(model, "auto", votes, seed=0, progress=False)
+    short = BudgetPolicy(most_gradients=400, least_gradients=400, patience=1, patient_seconds=0.0)
+    policy = FitPolicy(budget=short, training=TrainingPolicy(mean_field_steps=300))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # chains need not converge
+        result = fit(model, "auto", votes, seed=0, progress=False, policy=policy)
     draws = result.sample(4_000)
     first, sign = draws["x"][:, 0], draws["slope"][:, 0].sign()
     # The rest of the model is even: of size s, the first position has the sign of the mode or the

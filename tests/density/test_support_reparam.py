@@ -156,7 +156,7 @@ def test_results_speak_of_the_sites_of_the_model(fitted, counts, tmp_path):
     torch.testing.assert_close(
         by_chain["second"], by_chain["second_base"] * (1 - by_chain["first"])
     )
-    exact = dist.Dirichlet(1 + counts).sample((2000,))
+    exact = dist.Dirichlet(1 + counts).sample((1000,))
     compared = fitted.compare({"first": exact[:, 0], "second": exact[:, 1]})
     assert "as near as exact draws" in str(compared)
 

@@ -64,8 +64,12 @@ def exact_guide(width: float = 1.0, shift: float = 0.0):
     return guide
 
 
-def test_the_posterior_is_trusted():
-    found = diagnose(gaussian, exact_guide(), loss=Trace_ELBO(4))
+def test_the_posterior_is_trusted_and_the_guide_left_alone():
+    guide = exact_guide()
+    before = {name: p.clone() for name, p in guide.named_parameters()}
+    found = diagnose(gaussian, guide, loss=Trace_ELBO(4))
+    for name, p in guide.named_parameters():
+        assert p.equal(before[name]) and p.grad is None
     assert found.verdict == "trust" and found.findings == () and found.cures == ()
     assert found.bound.value == pytest.approx(0.0, abs=1e-6)
     assert found.gap[0] == pytest.approx(0.0, abs=1e-6)
@@ -90,10 +94,6 @@ def test_wrong_widths(width, verdicts, seed):
     assert found.bound.value == pytest.approx(-kl, abs=5 * found.bound.standard_error)
 
 
-def test_a_wrong_mean():
-    assert diagnose(gaussian, exact_guide(shift=0.4)).verdict == "do not trust"
-
-
 def test_report():
     found = diagnose(gaussian, exact_guide(0.5), loss=Trace_ELBO(4), modes=torch.zeros(1, 3))
     lines = str(found).splitlines()
@@ -116,6 +116,7 @@ def test_says_where():
     guide = exact_guide()
     guide.loc.data[2] -= 0.4
     found = diagnose(gaussian, guide, num_transitions=0, modes=None)
+    assert found.verdict == "do not trust"
     assert "the mean of log `x` is 0.4" in str(found) and "sd too low" in str(found)
     assert "`w" not in str(found)
     guide = exact_guide()
@@ -667,20 +668,13 @@ def test_float32_and_arguments():
     assert found.bound.value == pytest.approx(evidence, abs=1e-4)
 
 
-def test_leaves_the_guide_alone():
-    guide = exact_guide()
-    before = {name: p.clone() for name, p in guide.named_parameters()}
-    diagnose(gaussian, guide, num_samples=100)
-    for name, p in guide.named_parameters():
-        assert p.equal(before[name]) and p.grad is None
-
-
 def test_a_policy_moves_the_limits():
     guide = exact_guide(width=1.15)
     options = {"num_transitions": 0, "modes": None}
-    assert diagnose(gaussian, guide, **options).verdict == "check"
+    found = diagnose(gaussian, guide, **options)
+    assert found.verdict == "check"
     lenient = VerdictPolicy(sd=Thresholds(2.0, 3.0), good_weights=0.0, khat=Thresholds(0.9, 1.0))
-    assert diagnose(gaussian, guide, policy=lenient, **options).verdict == "trust"
+    assert dataclasses.replace(found, policy=lenient).verdict == "trust"
     strict = VerdictPolicy(sd=Thresholds(1.01, 1.02))
     assert diagnose(gaussian, guide, policy=strict, **options).verdict == "do not trust"
 

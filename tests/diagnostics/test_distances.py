@@ -146,7 +146,7 @@ def test_floor_of_correlated_draws():
 def test_interval_covers_the_distance_of_the_distributions(shift):
     """Of a shift s along one of d coordinates it is s / sqrt(d); the second set is worth half."""
     dim, inside, above = 3, 0, 0
-    for seed in range(20):
+    for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(300, dim, generator=generator)
         x[:, 0] += shift
@@ -155,8 +155,8 @@ def test_interval_covers_the_distance_of_the_distributions(shift):
         inside += low <= shift / dim**0.5 <= high
         above += low > 0
         assert low <= sliced_wasserstein(x, y) and high < 1
-    assert inside >= 17  # a binomial(20, 0.95) is below with a probability of 0.02
-    assert above <= 1 if shift == 0 else above >= 10
+    assert inside >= 9  # a binomial(10, 0.95) is below with a probability of 0.09; seeds are fixed
+    assert above == 0 if shift == 0 else above >= 5
 
 
 def test_interval_of_equal_sets():

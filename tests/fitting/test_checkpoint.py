@@ -66,7 +66,7 @@ KINDS = {
         AutoSemiImplicit(
             model, lambda size: GatedMLP(size, size, hidden=(4,)), noise_scale=0.5, frame=None
         ),
-        UIVI_ELBO(4),
+        UIVI_ELBO(4, num_burnin=2, num_samples=2),
     ),
     "kivi": lambda model: (
         AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), frame=None),

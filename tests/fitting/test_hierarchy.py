@@ -24,8 +24,10 @@ from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, passes
 from pyro_implicit.fitting.hierarchy import _choose_rule
 from pyro_implicit.fitting.passes import PassStages, _log_weights, _moved
 from pyro_implicit.fitting.policy import HierarchyPolicy
+from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import NormalRule
 from pyro_implicit.runtime.clock import TimeLimit
@@ -35,10 +37,10 @@ from tests.two_processes import in_two_processes
 NUM_GROUPS = 2000
 QUICK = FitPolicy(
     hierarchy=HierarchyPolicy(
-        num_pilot=50,
+        num_pilot=25,
         num_starts=1,
         search_rounds=1,
-        search_iterations=10,
+        search_iterations=1,  # the passes go on
         near_normal=0.9,
         cheap_evaluations=0,
         weighed_per_dim=64,
@@ -94,10 +96,10 @@ def counts_log_prob(y):
 
 @pytest.fixture(scope="module")
 def fitted():
-    few_starts = FitPolicy(hierarchy=HierarchyPolicy(num_starts=2, search_rounds=1))  # of one mode
+    few_starts = HierarchyPolicy(num_pilot=100, num_starts=2, search_rounds=1)  # of one mode
     return fit(
         counts, batches=[(y,) for y in data().split(700)], amortize="conditional", seed=0,
-        policy=few_starts, progress=False,
+        policy=FitPolicy(hierarchy=few_starts), progress=False,
     )  # fmt: skip
 
 
@@ -280,7 +282,13 @@ def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrup
         return SimpleNamespace(get_samples=lambda: draws, **known)
 
     monkeypatch.setattr(passes, "refine_target", refine_target)
-    quick = {"num_starts": 1, "search_rounds": 1, "num_weighed": 32, "num_samples": 32}
+    quick = {
+        "num_starts": 1,
+        "search_rounds": 1,
+        "search_iterations": 1,
+        "num_weighed": 32,
+        "num_samples": 32,
+    }
     policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0, **quick))  # weights never suffice
     options = {"amortize": "conditional", "seed": 0, "progress": False, "policy": policy}
     expected = contextlib.nullcontext()
@@ -296,20 +304,17 @@ def test_chains_of_the_global_variables_that_fail_or_are_interrupted(is_interrup
 
 @pytest.mark.parametrize(("drift", "is_small"), [(0.05, True), (0.3, False)])
 def test_chains_that_a_budget_ended_warn_if_their_errors_are_large(drift, is_small, monkeypatch):
-    def refine_target(plan):
-        draws = plan.sampler.target.constrain(plan.sampler.draw(50))
-        known = {"stopped": "max_gradients", "settled": False, "num_gradients": 9}
-        known["drift"] = Drift(drift, drift, 1.02)
-        return SimpleNamespace(get_samples=lambda: draws, **known)
-
-    monkeypatch.setattr(passes, "refine_target", refine_target)
-    quick = HierarchyPolicy(max_khat=-1.0, num_starts=1, search_rounds=1, num_samples=32)
-    options = {"amortize": "conditional", "seed": 0, "progress": False}
+    chains = SimpleNamespace(stopped="max_gradients", settled=False, num_gradients=9)
+    chains.drift = Drift(drift, drift, 1.02)
+    monkeypatch.setattr(passes, "refine_target", lambda plan: chains)
+    target = MarginalTarget(Groups(schools, (EFFECTS, ERRORS)), [(EFFECTS, ERRORS)])
+    stages = Stages(schools, (), {}, 1, lr=0.1, num_particles=1, limit=TimeLimit(None))
+    draws = torch.tensor([5.0, 1.0]) + torch.randn(50, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        policy = FitPolicy(hierarchy=quick)
-        result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
-    outcome = result.stages[-1].outcome
+        found = PassStages(stages, target, HierarchyPolicy(), "x").refine(draws, LogWeights(draws))
+    assert found is chains
+    outcome = stages.result.stages[-1].outcome
     assert outcome.startswith("max_gradients after 9 gradients; means may be off by")
     assert ("within the limits" in outcome) == is_small
     assert any("stopped at max_gradients" in str(one.message) for one in caught) != is_small
@@ -320,7 +325,7 @@ def test_a_skewed_posterior_of_eight_groups(by_chains):
     policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
     if by_chains:
         budget = BudgetPolicy(
-            most_chains=64, least_gradients=50, most_gradients=50, patient_seconds=0.0
+            most_chains=32, least_gradients=50, most_gradients=50, patient_seconds=0.0
         )
         few = HierarchyPolicy(max_khat=-1.0, num_starts=2, search_rounds=1, num_samples=64)
         policy = FitPolicy(hierarchy=few, budget=budget)

@@ -349,7 +349,7 @@ def encoder(x):
 def test_latents_of_the_rows_alone_need_no_scale(options):
     """z given x is normal with mean .8 x and variance .2, whatever factor the ELBO has."""
     x = 1.1 * torch.randn(410, generator=torch.Generator().manual_seed(0))
-    result = fit(autoencoder, batches=x.split(50), epochs=60, lr=0.03, **options, **QUIET)
+    result = fit(autoencoder, batches=x.split(50), epochs=40, lr=0.03, **options, **QUIET)
     new = torch.tensor([-1.0, 0.5, 1.0])
     draws = result.sample(4000, new)["z"]
     assert (draws.mean(0) - 0.8 * new).abs().max() < 0.05
@@ -456,6 +456,6 @@ def test_rows_of_a_smaller_minibatch_count_as_others(is_scaled_by_plate):
             pyro.sample("y", dist.Normal(w, 1.0), obs=y)
 
     guide = AutoNormal(model)
-    fit(model, guide, batches=list(y.split(10)), epochs=60, seed=0, progress=False)
+    fit(model, guide, batches=list(y.split(10)), epochs=40, seed=0, progress=False)
     precision = 101 + 1 / 25
     assert abs(guide.locs.w.item() - y.sum() / precision) * precision**0.5 < 0.6

@@ -61,9 +61,9 @@ def test_corrected_draws_are_the_posteriors():
     assert plain.mean().item() == pytest.approx(raw.mean().item(), abs=0.03)
 
 
-@pytest.mark.parametrize("scale", [1.1, 2.0])
-def test_resampled_draws_are_worth_what_is_said(scale):
-    """The variance of their mean, of a normal from a wider one."""
+def test_resampled_draws_are_worth_what_is_said():
+    """The variance of their mean, of a normal from one that is twice as wide."""
+    scale = 2.0
     efficiency = math.sqrt(2 - scale**-2) / scale
     result, number = Fit(guide=None, correction=efficiency), 200
     x = scale * torch.randn(2000, math.ceil(2 * number / efficiency), dtype=torch.float64)
@@ -143,7 +143,7 @@ def test_refined_draws_speak_for_the_result(refined):
     found = result.diagnose()
     assert found.verdict == "trust" and found.settled and found.bound is None
     assert "none needed for draws of chains" in str(found)
-    assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + Y.mean() / 2}).floor_ratio < 3
+    assert result.compare({"x": torch.randn(1000) * 0.5**0.5 + Y.mean() / 2}).floor_ratio < 3
     draws = Predictive(data, guide=result.posterior, num_samples=2000)(Y)["x"]
     assert draws.std().item() == pytest.approx(0.5**0.5, rel=0.1)
     total = result.refined.num_chains * result.refined.samples["x"].shape[1]

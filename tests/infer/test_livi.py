@@ -11,6 +11,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, GatedMLP, SemiImplicit
+from pyro_implicit.guides import Frame
 from pyro_implicit.infer import livi
 
 
@@ -44,13 +45,16 @@ def test_conjugate_regression():
     covariance = precision.inverse()
     mean = covariance @ (x.T @ y) / 0.49
 
-    guide = AutoSemiImplicit(model, noise_scale="learn", frame=None)
-    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=2000)
-    train(model, guide, LIVI_ELBO(512, compile="trace"), num_steps=400, lr=0.002)
-    draws = guide.sample_posterior(400_000)["weight"]
-    # Four times the root mean square over six seeds, .0077 and .0078.
-    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.03
-    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.03
+    sd = covariance.diag().sqrt()
+    frame = Frame(mean + sd, scale_tril=(1.5 * sd).diag())  # without the correlations
+    guide = AutoSemiImplicit(model, noise_scale="learn", frame=frame)
+    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=300)
+    train(model, guide, LIVI_ELBO(256, compile="trace"), num_steps=150, lr=0.005)
+    draws = guide.sample_posterior(100_000)["weight"]
+    # Four times the root mean square over five seeds, .021 and .019. A factor on the entropy is
+    # one on the covariance.
+    assert ((draws.mean(0) - mean) / sd).abs().max() < 0.08
+    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.08
 
 
 def test_amortised_posterior_of_local_latents():

@@ -865,12 +865,10 @@ def test_the_guide_needs_no_data_once_it_is_set_up():
     assert predicted["y"].shape == predicted["x"].shape == (50, 4)
 
 
-@pytest.mark.parametrize("kind", ["near", "far", "learns"])
+@pytest.mark.parametrize("kind", ["far", "learns"])
 def test_killed_chains_go_on(tmp_path, monkeypatch, kind):
-    pyro.set_rng_seed(0)  # with some starts, another law is found later
+    pyro.set_rng_seed(1)  # with some starts, another law is found later
     file, model, site = tmp_path / "chains.pt", groups(), "x"
-    guide = AutoNormal(model)
-    guide()
     if kind == "far":  # the space is made again on the way
         far = {"mean": torch.full((16,), -20.0), "scale": torch.linspace(0.1, 0.2, 16)}
         guide = far | {"x": -20 + 0.1 * torch.randn(16, 4)}
@@ -880,7 +878,7 @@ def test_killed_chains_go_on(tmp_path, monkeypatch, kind):
         guide = {"tau": tau, "beta": tau.unsqueeze(-1) * torch.randn(16, 16)}
 
     def run(**options):
-        number = {"near": 60, "far": 100, "learns": 150}[kind]
+        number = {"far": 100, "learns": 150}[kind]
         options |= {"num_chains": 16, "max_gradients": number, "seed": 0, "progress": False}
         return refine(model, guide, **options)
 

@@ -76,7 +76,7 @@ def test_a_power_of_the_likelihood(power):
 
 
 def fit_magnet(patient_seconds, least_gradients=200, **options):
-    budget = replace(FitPolicy().budget, chain_seconds=0.3, patience=1)
+    budget = replace(FitPolicy().budget, chain_seconds=0.1, patience=1)
     budget = replace(budget, least_gradients=least_gradients)
     policy = FitPolicy(budget=replace(budget, patient_seconds=patient_seconds))
     return fit(magnet, "auto", seed=0, progress=False, policy=policy, **options)

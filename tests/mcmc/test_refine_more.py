@@ -49,17 +49,17 @@ def run(max_gradients):
 
 
 def test_continued_chains_are_those_of_one_run():
-    short, whole = run(500), run(1000)
+    short, whole = run(400), run(800)
     assert short.stopped == "max_gradients" and short.warmup_gradients < 250
     state = torch.random.get_rng_state()
-    more = short.refine_more(max_gradients=1000 - short.num_gradients, progress=False)
+    more = short.refine_more(max_gradients=800 - short.num_gradients, progress=False)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert more.num_gradients == whole.num_gradients > 1.9 * short.num_gradients
     for name, value in whole.samples.items():
         assert torch.equal(more.samples[name], value)
     assert more.drift == whole.drift and more.warmup_gradients == short.warmup_gradients
     # The first result stays as it was, and can go on again.
-    again = short.refine_more(max_gradients=1000 - short.num_gradients, progress=False)
+    again = short.refine_more(max_gradients=800 - short.num_gradients, progress=False)
     assert torch.equal(again.samples["mean"], more.samples["mean"])
     assert short.refine_more(progress=False).num_gradients >= 2 * short.num_gradients
 

@@ -207,7 +207,7 @@ def pairs():
 
 def test_refine():
     starts = {"x": torch.randn(40, 5), "y": torch.randn(40, 5)}
-    options = {"seed": 0, "progress": False, "max_gradients": 6000, "max_draws": 200}
+    options = {"seed": 0, "progress": False, "max_gradients": 4000, "max_draws": 200}
     result = refine(pairs, starts, kernel="mams", **options)
     assert result.kernel == "mams" and result.frame == "none" and result.num_chains == 40
     assert abs(result.acceptance - 0.9) < 0.06
