@@ -15,10 +15,12 @@ import pyro.distributions as dist
 import torch
 from opt_einsum import shared_intermediates
 from pyro import poutine
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.util import is_validation_enabled
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.packed import broadcast_all, pack, scale_and_mask
 from pyro.ops.rings import LogRing
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
@@ -368,6 +370,25 @@ def refuse_infinite(name: str, site: Site) -> None:
     )
 
 
+class _KnownScope(Messenger):
+    """Leaves sites whose enumeration is not known yet out of the scope of ``pyro.markov``.
+
+    A reparameterisation draws the noise of a site while this site itself waits.
+    """
+
+    def __enter__(self) -> _KnownScope:
+        self._known: set[str] = set()
+        return super().__enter__()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["done"] or not isinstance(msg["fn"], TorchDistributionMixin):
+            return
+        scope = msg["infer"].get("_markov_scope", {})
+        for name in scope.keys() - self._known:
+            del scope[name]
+        self._known.add(msg["name"])
+
+
 class DiscreteSum:
     """Sums discrete latent variables out of a model's log-density, by Pyro's enumeration.
 
@@ -416,7 +437,8 @@ class DiscreteSum:
         """Return the model with all values of the discrete latent variables in parallel."""
         # By name, as a guide may have its own draws of other sites.
         configured = poutine.infer_config(model, self._config)
-        return poutine.enum(configured, first_available_dim=-1 - self.max_plate_nesting)
+        in_order = _KnownScope()(configured)
+        return poutine.enum(in_order, first_available_dim=-1 - self.max_plate_nesting)
 
     def _config(self, site: Site) -> dict[str, Any]:
         if site["name"] in self.names:

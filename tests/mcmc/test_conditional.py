@@ -951,3 +951,22 @@ def test_latents_that_discrete_ones_make():
     points = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(walked.to_latent(points), points)
     torch.testing.assert_close(walked.to_points(points), points)
+
+
+def test_latents_of_a_markov_chain_beside_enumerated_states():
+    """Pyro's scope has a site before its enumeration knows it, while its noise is drawn."""
+    y = torch.tensor([1.0, 0.0, 1.0])
+
+    def model():
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        state = torch.tensor(0)
+        for step in pyro.markov(range(3)):
+            a = pyro.sample(f"a_{step}", dist.Normal(0.0, scale))
+            state = pyro.sample(f"z_{step}", dist.Bernoulli(logits=a + state)).long()
+            pyro.sample(f"y_{step}", dist.Bernoulli(0.2 + 0.6 * state), obs=y[step])
+
+    target = Target(model)
+    space = ConditionalNoise(target, target.init_loc)
+    assert set(space.reparams) == {"a_0", "a_1", "a_2"}
+    noise = torch.randn(5, 4)
+    torch.testing.assert_close(space.plain_score(noise)[0], by_change_of_variables(space, noise))
