@@ -204,6 +204,9 @@ class SearchPolicy:
     #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
 
+    #: Paths per round of expensive densities, such as Gaussian processes of a hundred rows.
+    least_starts: int = 12
+
     #: Ends of paths at modes, as a share of the paths of a round, below which the search goes on
     #: if it has found a single mode.
     least_met: float = 0.1

@@ -144,7 +144,9 @@ def make_plan(
         chains = affordable_chains(target.score, point, not target.is_vectorized, budget)
         if target.latent_dim > MAX_DENSE_DIM:
             return Plan(0, chains)
-        climb = seconds_of_climb(target)
+        climb, most = seconds_of_climb(target), SEARCH.num_starts
+        if budget.search_seconds < SEARCH.least_iterations * climb:
+            climb, most = climb * SEARCH.least_starts / most, SEARCH.least_starts
         iterations = int(budget.search_seconds / climb)
     except Exception:  # an error of the model at its initial point: the search has other points
         chains = ChainPlan(budget.most_chains, budget.most_gradients)
@@ -152,8 +154,8 @@ def make_plan(
     if iterations < SEARCH.least_iterations:
         return Plan(0, chains)
     left = limit.left(SEARCH.time_share)  # fewer paths, so that they can be climbed in time
-    starts = SEARCH.num_starts * left / (climb * SEARCH.least_iterations)
-    return Plan(iterations, chains, max(1, math.floor(min(SEARCH.num_starts, starts))))
+    starts = most * left / (climb * SEARCH.least_iterations)
+    return Plan(iterations, chains, max(1, math.floor(min(most, starts))))
 
 
 def correct(stages: Stages, target: Target) -> float:

@@ -26,6 +26,7 @@ from pyro_implicit.fitting import (
     Schedule,
     auto,
     candidates,
+    refinement,
     train,
 )
 from pyro_implicit.fitting.candidates import mixture_weights
@@ -75,6 +76,16 @@ def test_plans():
     # A loop costs fewer chains the same.
     assert dear.chains.num_chains == BUDGET.most_chains
     assert BUDGET.least_gradients <= dear.chains.max_gradients < BUDGET.most_gradients
+
+
+@pytest.mark.parametrize(
+    ("climb", "expected"), [(1.0, (20, 50)), (4.0, (20, 12)), (100.0, (0, 50))]
+)
+def test_expensive_densities_are_searched_with_fewer_paths(climb, expected, monkeypatch):
+    """Of all paths, a step takes 20 s at most if ten are to be made."""
+    monkeypatch.setattr(refinement, "seconds_of_climb", lambda target: climb)
+    plan = make_plan(Target(funnel))
+    assert (plan.search_iterations, plan.num_starts) == expected
 
 
 def read_number():
