@@ -72,8 +72,8 @@ def find_modes(
     Gaussian belongs to the mode at the end of its path. The search continues from new initial
     points as long as any of several modes was found only once, or few paths have ended at modes,
     because further modes are then likely to be missing. Paths may end nowhere, or where there is no
-    mass, as in a funnel: the best Gaussians of those of the first round count as modes, too, if at
-    least two of them lie together and apart from all others.
+    mass, as in a funnel. The best Gaussian of such a path of the first round counts as a mode, too,
+    if it lies apart from all modes and another path leads to the same place.
 
     **Example:**
 
@@ -126,7 +126,9 @@ def find_modes(
     final_draws = SEARCH.num_final_draws if num_starts > 1 else num_particles
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
         for number in range(1, max_rounds + 1):
-            climbed = _climb(target, starts, max_iterations, num_particles, limit, watched)
+            climbed = _climb(
+                target, starts, max_iterations, num_particles, limit, watched, number == 1
+            )
             if climbed is None and found is None:
                 raise ValueError(
                     "the model's log-density and its gradient are finite at none of "
@@ -160,13 +162,13 @@ def find_modes(
             if len(near):
                 near = near_origin(target, starts, num_starts, number, limit)
                 starts = torch.cat([starts, near])
-    more = modes if endless is None else _apart(target, modes, endless, limit)
-    if endless is None or not len(more.loc):
-        return modes
-    joined = Modes(*map(torch.cat, zip(modes, _judged(target, more, final_draws), strict=True)))
-    near = joined.elbo > joined.elbo.max() - max_gap
-    joined = _rows(joined, near)
-    return _rows(joined, _first_copies(joined, symmetries, target).unique().to(near.device))
+    if endless is not None and len(endless.loc) > 1 and not is_late:
+        more = _judged(target, _apart(target, modes, endless, limit), final_draws)
+        modes = Modes(*map(torch.cat, zip(modes, more, strict=True)))
+        modes = _rows(modes, modes.elbo > modes.elbo.max() - max_gap)
+        first = _first_copies(modes, symmetries, target).unique()
+        modes = _rows(modes, first.to(modes.loc.device))
+    return _rows(modes, modes.elbo.argsort(descending=True))
 
 
 def _rows(modes: Modes, rows: Tensor | slice | list[int]) -> Modes:
@@ -323,7 +325,7 @@ class _Paths(NamedTuple):
 
 class _Climbed(NamedTuple):
     """The best Gaussian of all paths, the Gaussian at the end of its path, if any, the Gaussians at
-    the ends of all paths, and the best ones of those that end nowhere or far below the best."""
+    the ends of all paths, and the best Gaussian of each path without an end near the best one."""
 
     best: Modes
     end: Modes
@@ -453,15 +455,20 @@ class _Climb:
         best, highest = _rows(best, is_near), highest[is_near]
         return _rows(best, _are_sound(self.target, best.loc, highest))
 
-    def result(self) -> _Climbed | None:
-        """Return what was found; None if no path began."""
+    def result(self, with_rest: bool) -> _Climbed | None:
+        """Return what was found; None if no path began.
+
+        :param with_rest: whether to return Gaussians of paths without an end, if there is time.
+        """
         if self.best is None:
             return None
         tops, highest, numbers = self.tops
         is_sound = _are_sound(self.target, tops.loc, highest)
         _warn_of_rounding(tops.elbo[~is_sound], self.best)
         is_end = is_sound & (numbers == self.best_path).to(is_sound.device)
-        return _Climbed(self.best, _rows(tops, is_end), _rows(tops, is_sound), self._rest())
+        none = _rows(tops, slice(0))
+        rest = self._rest() if with_rest and not self.is_over else none
+        return _Climbed(self.best, _rows(tops, is_end), _rows(tops, is_sound), rest)
 
 
 def _agree(factor: Tensor, other: Tensor, most: float = SEARCH.settled) -> Tensor:
@@ -479,13 +486,14 @@ def _climb(
     num_draws: int,
     limit: TimeLimit,
     watched: Watch,
+    with_rest: bool,
 ) -> _Climbed | None:
     """Climb from all points at once; return None if no path began."""
     found = _Climb(target, num_draws, limit, watched)
     factor = torch.eye(target.latent_dim).to(point).expand(len(point), -1, -1)
     left = found.climb(_Paths(point, factor, torch.arange(len(point))), max_iterations)
     if found.is_over or found.best is None:
-        return found.result()
+        return found.result(with_rest)
     most = max(1, SEARCH.secant_points // (2 * target.latent_dim)) if target.is_vectorized else 1
     blind = found.take_blind(most)
     paths = _Paths(*map(torch.cat, zip(left, blind, strict=True)))
@@ -493,7 +501,7 @@ def _climb(
     if len(paths.point) and not has_tops:
         first = paths.number.argsort()[:most]
         found.climb(paths.some(first), min(SEARCH.secant_steps, max_iterations), with_secants=True)
-    return found.result()
+    return found.result(with_rest)
 
 
 def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
@@ -549,7 +557,8 @@ def dip(
     points = start + fractions * (end - start)
     heights = log_prob(points.flatten(0, 1)).reshape(points.shape[:2])
     heights = heights.nan_to_num(-math.inf, -math.inf, -math.inf)
-    return torch.minimum(heights[0], heights[-1]) - heights.min(0).values
+    found = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
+    return found.nan_to_num(nan=math.inf)  # an end without a density
 
 
 def _separate(
@@ -598,7 +607,7 @@ def _judged(target: Target, found: Modes, num_draws: int) -> Modes:
 
 
 def _apart(target: Target, modes: Modes, rest: Modes, limit: TimeLimit) -> Modes:
-    """Return Gaussians that lie apart from all modes, the best one of each place of at least two.
+    """Return the best Gaussian of each place that lies apart from all modes and has two at least.
 
     The best of those that look separate are compared first: into the neck of a funnel, where there
     is little mass, the log-density rises above all dips.
@@ -621,7 +630,8 @@ def _apart(target: Target, modes: Modes, rest: Modes, limit: TimeLimit) -> Modes
         points.append(end)
         dips = torch.cat([dips, dip(target.log_prob, rest.loc, end).unsqueeze(0)])
     least, nearest = dips.min(0)
-    place = torch.tensor(places)[nearest.cpu()].masked_fill(least.cpu() > SEARCH.min_dip, -1)
+    place = torch.tensor(places, device="cpu")[nearest.cpu()]
+    place = place.masked_fill(least.cpu() > SEARCH.min_dip, -1)
     of_places = [(place == new).nonzero().squeeze(-1) for new in range(len(modes.loc), num_places)]
     elbo = rest.elbo.cpu()
     return _rows(rest, [int(own[elbo[own].argmax()]) for own in of_places if len(own) > 1])

@@ -68,8 +68,8 @@ class RunPolicy:
     num_compared_runs: int = 8
 
     #: Points at which a claim about the density is tried: which terms depend on which elements,
-    #: symmetries, a quadratic form, unchanged data, and gradients, of which half must be wrong, and
-    #: two.
+    #: symmetries, a quadratic form, unchanged data, and gradients. These count as wrong if they are
+    #: so at half of the points, and at two.
     num_points: int = 4
 
     #: Distance of nearby points in unconstrained coordinates, as where an evaluation is counted, or
@@ -285,8 +285,7 @@ class SearchPolicy:
     #: Points on the line between two modes at which a dip is looked for.
     num_between: int = 11
 
-    #: Lines between Gaussians at which no path ends that climb sideways to a ridge; the others of a
-    #: search count as one place.
+    #: Lines between Gaussians at which no path ends that climb sideways to a ridge, in a search.
     most_ridges: int = 8
 
     #: Their steps: with 5, some climb into the neck of a funnel, past the wall between two modes.

@@ -315,9 +315,8 @@ def move_draws(
             return result
         refined: Refined | None = None
         if modes is not None and stages.noise is not None:
-            refined = _across(stages, chains, modes)
-            is_one = refined is not None and refined.stopped != "interrupted"
-            note = f"the {len(modes.loc)} modes are one in the noise of the priors; " * is_one
+            with suppress(Exception):  # annealing may work
+                refined, note = _across(stages, chains, modes)
         if refined is None:
             refined, note = _resolved(result.target, partial(refine_target, setup, modes=modes))
         result.refined = refined
@@ -344,16 +343,18 @@ def move_draws(
     return result
 
 
-def _across(stages: Stages, chains: ChainPlan, modes: Modes) -> Refined | None:
-    """Run chains from all modes in the noise of the priors; return None if modes stay separate.
+def _across(stages: Stages, chains: ChainPlan, modes: Modes) -> tuple[Refined | None, str]:
+    """Run chains from all modes in the noise of the priors.
 
     The neck of a funnel may have a mode of its own in the latents, from which particles that anneal
     do not spread. In the noise, neck and mouth are often one.
+
+    :returns: the chains, None if modes stay separate; and what was done.
     """
     result, budget = stages.result, stages.policy.budget
     setup = _chain_setup(stages, chains, several=False, optional=True)
     if setup is None:
-        return None
+        return None, ""
     target, number = result.target, setup.num_chains
     weights = 0.5 * modes.elbo.softmax(0) + 0.5 / len(modes.loc)
     labels = torch.multinomial(weights, number, replacement=True)
@@ -361,18 +362,18 @@ def _across(stages: Stages, chains: ChainPlan, modes: Modes) -> Refined | None:
     starts = Sampler(target, target.constrain(normals.sample(labels)))
     limit = TimeLimit(stages.limit.left(budget.training_share))
     setup = replace(setup, sampler=starts, patience=0.0, anneals_apart=False, limit=limit)
-    refined = refine_target(setup)
+    refined, note = _resolved(target, partial(refine_target, setup))
     if refined.stopped == "interrupted":
-        return refined
+        return refined, note
     if refined.drift is None or refined.drift.r_hat > CHAINS.stopping.max_usable_r_hat:
-        return None
+        return None, ""
     if not refined.settled:
         more = (budget.patience - 1) * setup.max_gradients
         refined = refined.refine_more(
             stages.limit.seconds(), more, progress=stages.options["progress"]
         )
-    result.num_modes = 1
-    return refined
+    result.num_modes, result.modes = 1, modes.loc[:1]
+    return refined, f"{note}chains mix between the {len(modes.loc)} modes; "
 
 
 def has_failed(line: Stage) -> bool:

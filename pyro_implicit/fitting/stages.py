@@ -394,7 +394,7 @@ class Stages:
                 symmetries = confirmed(symmetries, target, modes.loc)
             self.result.symmetries = symmetries
             note = ""
-            if len(modes.loc) > 1 and not symmetries:
+            if len(modes.loc) > 1 and not (symmetries or all_copies):
                 found, modes = len(modes.loc), joined_in_noise(target, modes, self.limit)
                 note = f" ({found} in the latents)" * (found > len(modes.loc))
             number = self.result.num_modes = len(modes.loc)
@@ -694,7 +694,8 @@ def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candi
         # A prior may depend on another site.
         stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
     if stages.noise is not None:
-        return "; chains use the noise of the priors instead of a trained guide"
+        how = "try" if several else "use"
+        return f"; chains {how} the noise of the priors instead of a trained guide"
     if len(modes.loc) > 1:
         weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
         return f"; {weighs} the modes, and no guide is trained"
@@ -710,16 +711,19 @@ def joined_in_noise(target: Target, modes: Modes, limit: TimeLimit = NO_LIMIT) -
     :param modes: separate modes in the latents, best first.
     :param limit: ends the analysis of the priors.
     """
-    space = None
-    if len(target.shapes) > 1:
-        space = conditional_noise(target, modes.loc[0], limit=limit)
-    if space is None:
+    if len(target.shapes) == 1:
         return modes
-    points, kept = space.to_points(modes.loc), [0]
-    for row in range(1, len(points)):
-        dips = dip(lambda some: space.plain_score(some)[0], points[kept], points[row])
-        if dips.min() > SEARCH.min_dip:
-            kept.append(row)
+    try:
+        space = conditional_noise(target, modes.loc[0], limit=limit)
+        if space is None:
+            return modes
+        points, kept = space.to_points(modes.loc), [0]
+        for row in range(1, len(points)):
+            dips = dip(lambda some: space.plain_score(some)[0], points[kept], points[row])
+            if dips.min() > SEARCH.min_dip:
+                kept.append(row)
+    except Exception:  # of the model
+        return modes
     return Modes(*(part[kept] for part in modes))
 
 

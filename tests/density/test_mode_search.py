@@ -719,3 +719,20 @@ def test_two_modes_that_no_path_reaches(seed):
     z = find_modes(Target(model)).loc[:, 0]
     expected = torch.tensor([(1 - 17**0.5) / 2, (1 + 17**0.5) / 2])
     torch.testing.assert_close(z.sort().values, expected, rtol=0, atol=0.5)  # within the walls
+
+
+def test_a_search_without_time_leaves_endless_paths_alone(monkeypatch):
+    def funnel():
+        v = pyro.sample("v", dist.Normal(0.0, 3.0))
+        pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
+
+    monkeypatch.setattr(module, "_apart", lambda *args: pytest.fail("there is no time"))
+    monkeypatch.setattr(module._Climb, "_rest", lambda self: pytest.fail("there is no time"))
+    assert len(find_modes(Target(funnel), max_seconds=1e-6).loc) == 1
+
+
+def test_lines_to_a_point_without_a_density_dip():
+    def log_prob(points):
+        return torch.where(points.sum(-1) > 2, -math.inf, 0.0)
+
+    assert dip(log_prob, torch.tensor([[0.0], [1.0]]), torch.tensor([3.0])).isinf().all()

@@ -500,6 +500,26 @@ def test_all_copies_of_a_mixture_have_draws():
     assert found.value == pytest.approx(expected, abs=0.02) and found.standard_error < 0.01
 
 
+def test_signs_of_whole_sites():
+    """Moments and evidence by quadrature; the two copies of the mode are far apart."""
+    y = torch.tensor([1.5, -1.0])
+    result = fit(product, "auto", y, seed=0, progress=False)
+    assert result.num_modes == 1 and "reflections of 'a' and 'b' as a whole" in str(result)
+    grid = torch.linspace(-8, 8, 2001, dtype=torch.float64)
+    log_prior = dist.Normal(0.0, 1.0).log_prob(grid) + math.log(16 / 2000)
+    means = grid.unsqueeze(-1) * grid  # of a and of one b
+    log_joint = torch.stack([dist.Laplace(means, 0.2).log_prob(one) + log_prior for one in y])
+    log_of_a = log_joint.logsumexp(-1).sum(0) + log_prior
+    of_a, of_b = log_of_a.softmax(0), log_joint.softmax(-1)
+    draws = result.sample(20_000)
+    a, b = draws["a"].double(), draws["b"].double()
+    assert torch.allclose(b.mean(0), torch.zeros(2).double(), atol=0.05)
+    assert a.mean().item() == pytest.approx(0.0, abs=0.05)
+    assert a.square().mean().item() == pytest.approx((of_a * grid.square()).sum().item(), rel=0.04)
+    expected = (of_a * (of_b * means).sum(-1)).sum(-1)
+    assert torch.allclose((a.unsqueeze(-1) * b).mean(0), expected, atol=0.02)
+
+
 def test_signs_of_any_two_of_three_factors():
     """Moments by quadrature; four copies of the mode are far apart."""
     y = torch.tensor(8.0)

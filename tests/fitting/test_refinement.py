@@ -697,5 +697,22 @@ def test_neck_and_mouth_of_a_funnel_are_one_mode(monkeypatch):
     scale = (weights @ (u - mean) ** 2).sqrt()
     assert abs(drawn.mean() - mean) < 0.1 * scale
     assert abs(drawn.std() / scale - 1) < 0.1
-    assert "the 2 modes are one in the noise of the priors" in str(result)
-    assert result.num_modes == 1 and result.refined.weights is None
+    assert "chains mix between the 2 modes" in str(result)
+    assert result.num_modes == len(result.modes) == 1 and result.refined.weights is None
+
+
+@pytest.mark.parametrize(("start", "number"), [(-4.0, 1), (4.0, 1), (math.nan, 2)])
+def test_modes_of_a_funnel_are_joined_and_others_are_not(start, number):
+    """Neck and mouth are one, whatever the order; without a density, nothing is known."""
+
+    def model(y):
+        v = pyro.sample("v", dist.Normal(0.0, 3.0))
+        vague_groups(y, (v / 2).exp())
+
+    ends = torch.tensor([[0.0] + [0.5] * 6, [start] + [0.0] * 6])
+    modes = Modes(ends, 0.1 * torch.eye(7).expand(2, 7, 7), torch.tensor([-1.0, -2.0]))
+    assert len(stages.joined_in_noise(Target(model, GROUPS), modes).loc) == number
+    target = Target(two_modes_of_a_hierarchy, GROUPS)
+    ends = torch.tensor([[-1.5] + [0.0] * 7, [2.5] + [0.0] * 7])
+    two = modes._replace(loc=ends)
+    assert torch.equal(stages.joined_in_noise(target, two).loc, ends)
