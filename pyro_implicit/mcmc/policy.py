@@ -646,7 +646,7 @@ class ChainPolicy:
     #: but a gradient costs little less (``student_walk_400``: 120 s with 32 chains, 68 s with 64).
     least_long_chains: int = 64
 
-    #: Cost of a gradient of half of the chains over the cost with all chains, above which the number
+    #: Cost of a gradient of half of the chains over the cost with all, above which the number
     #: is not halved.
     max_halved_cost: float = 0.7
 
