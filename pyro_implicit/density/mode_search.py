@@ -165,7 +165,7 @@ def find_modes(
     if endless is not None and len(endless.loc) > 1 and not is_late:
         more = _judged(target, _apart(target, modes, endless, limit), final_draws)
         modes = Modes(*map(torch.cat, zip(modes, more, strict=True)))
-        modes = _rows(modes, modes.elbo > modes.elbo.max() - max_gap)
+        modes = _rows(modes, ~(modes.elbo < modes.elbo.max() - max_gap))  # all may be -inf
         first = _first_copies(modes, symmetries, target).unique()
         modes = _rows(modes, first.to(modes.loc.device))
     return _rows(modes, modes.elbo.argsort(descending=True))
