@@ -540,7 +540,9 @@ def dip(
     end: Tensor,
     number: int = SEARCH.num_between,
 ) -> Tensor:
-    """Return by how much a log-density dips on the lines between points, ``(n,)``.
+    """Return by how many nats a log-density dips on straight lines between points, ``(n,)``.
+
+    The dip is infinite if the density is 0 at an end.
 
     **Example:**
 
@@ -558,7 +560,7 @@ def dip(
     heights = log_prob(points.flatten(0, 1)).reshape(points.shape[:2])
     heights = heights.nan_to_num(-math.inf, -math.inf, -math.inf)
     found = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
-    return found.nan_to_num(nan=math.inf)  # an end without a density
+    return found.nan_to_num(nan=math.inf)  # the density of an end is 0
 
 
 def _separate(
@@ -607,12 +609,14 @@ def _judged(target: Target, found: Modes, num_draws: int) -> Modes:
 
 
 def _apart(target: Target, modes: Modes, rest: Modes, limit: TimeLimit) -> Modes:
-    """Return the best Gaussian of each place that lies apart from all modes and has two at least.
+    """Return Gaussians at places that are separate from all modes, one for each place.
 
-    The best of those that look separate are compared first: into the neck of a funnel, where there
-    is little mass, the log-density rises above all dips.
+    A place needs two Gaussians. Gaussians with a high ELBO are compared first, because the
+    log-density rises towards the neck of a funnel, where there is little mass.
 
-    :param rest: the best Gaussians of paths that end nowhere, or far below the best.
+    :param modes: the modes at path ends.
+    :param rest: the best Gaussians of paths that end nowhere, or far below the best mode.
+    :param limit: ends the comparison.
     """
     points, num_places = list(modes.loc), len(modes.loc)
     places = list(range(num_places))
@@ -638,10 +642,10 @@ def _apart(target: Target, modes: Modes, rest: Modes, limit: TimeLimit) -> Modes
 
 
 def _ridge_dips(target: Target, start: Tensor, end: Tensor) -> bool:
-    """Return whether the density dips between two points even if their line climbs sideways.
+    """Return whether the log-density dips along the ridge between two points, each ``(dim,)``.
 
-    A curved ridge, as of a funnel, dips on a straight line. Points of the line take Newton steps as
-    paths do, without their part along the line.
+    On a straight line it also dips between points of one curved ridge. So the points of the line
+    first climb by Newton steps perpendicular to the line.
     """
     fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[1:-1, None]
     along = (end - start).expand(len(fractions), -1)

@@ -371,9 +371,10 @@ def refuse_infinite(name: str, site: Site) -> None:
 
 
 class _KnownScope(Messenger):
-    """Leaves sites whose enumeration is not known yet out of the scope of ``pyro.markov``.
+    """Removes sites from the scope of ``pyro.markov`` that ``poutine.enum`` has not seen yet.
 
-    A reparameterisation draws the noise of a site while this site itself waits.
+    A reparameterisation samples the noise of a site before the site itself reaches that handler,
+    which would raise a ``KeyError``.
     """
 
     def __enter__(self) -> _KnownScope:

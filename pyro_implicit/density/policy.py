@@ -285,10 +285,11 @@ class SearchPolicy:
     #: Points on the line between two modes at which a dip is looked for.
     num_between: int = 11
 
-    #: Lines between Gaussians at which no path ends that climb sideways to a ridge, in a search.
+    #: Ridges between Gaussians on which a search looks for dips, at most.
     most_ridges: int = 8
 
-    #: Their steps: with 5, some climb into the neck of a funnel, past the wall between two modes.
+    #: Newton steps from a line to its ridge. With 5 steps, some lines bypass the wall between two
+    #: modes through the neck of a funnel.
     ridge_steps: int = 3
 
     #: Draws for the final ELBO of each mode; the best of many paths is partly the luckiest.

@@ -648,7 +648,7 @@ def test_draws_that_no_dtype_resolves_are_doubted():
 
 
 def two_modes_of_a_hierarchy(y):
-    """A latent with modes near 2.5 and -1.5, beside groups whose scale makes a funnel."""
+    """A latent with modes near 2.5 and -1.5, and groups whose scale makes a funnel."""
     z = pyro.sample("z", dist.Normal(0.3, 1.0))
     pyro.sample("known", dist.Normal(z**2 - z, 0.5), obs=torch.tensor(4.0))
     vague_groups(y, pyro.sample("scale", dist.HalfNormal(2.0)))
@@ -663,7 +663,7 @@ def vague_groups(y, scale):
 GROUPS = torch.tensor([-2.0, -1.0, 0.0, 1.0, 1.5, 3.0])
 
 
-def test_both_modes_beside_a_funnel():
+def test_both_modes_in_a_model_with_a_funnel():
     z = torch.linspace(-5, 5, 10_001).double()
     weights = (-0.5 * (z - 0.3) ** 2 - 0.5 * ((z**2 - z - 4) / 0.5) ** 2).softmax(0)
     few = FitPolicy(budget=BudgetPolicy(most_gradients=2000))
@@ -684,7 +684,9 @@ def test_neck_and_mouth_of_a_funnel_are_one_mode(monkeypatch):
         mouth = search(self, target, *args)
         scales = torch.tensor([1.0] + [0.14] * 6)  # of x given tau = exp(4)
         neck = torch.tensor([[4.0] + [0.0] * 6]), scales.diag().unsqueeze(0), mouth.elbo - 1
-        return Modes(*map(torch.cat, zip(mouth, neck, strict=True)))
+        both = Modes(*map(torch.cat, zip(mouth, neck, strict=True)))
+        self.result.modes, self.result.num_modes = both.loc, 2
+        return both
 
     monkeypatch.setattr(stages.Stages, "search", with_neck)
     u = torch.linspace(-12, 12, 10_001).double()
