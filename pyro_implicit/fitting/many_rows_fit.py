@@ -18,6 +18,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import PassStages, count_modes, pilot_modes, use_gaussians
 from pyro_implicit.fitting.policy import ManyRowsPolicy
+from pyro_implicit.fitting.refinement import make_plan
 from pyro_implicit.fitting.stages import Stages, widen_near
 from pyro_implicit.runtime.processes import num_processes
 
@@ -30,7 +31,8 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
     The stages are those of minibatches (:mod:`pyro_implicit.fitting.passes`): a search of all rows
     evaluates the log-density thousands of times, Newton steps from the modes of some rows a few
     times, and the posterior of many rows is often so close to normal that few weights suffice.
-    If a few rows hold most of the information, other rows cannot stand for them.
+    If a few rows hold most of the information, other rows cannot stand for them: all rows are then
+    searched instead, unless that is too expensive.
 
     :param target: the posterior of all rows.
     :param weighs: whether to weigh draws; unnecessary if chains follow.
@@ -63,8 +65,10 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
         if not passes.note:
             line.outcome += widen_near(whole, modes)
         if not passes.note and not _agrees(first, modes, policy):
-            line.outcome += "; few rows hold the information, so that all are searched"
-            return None
+            line.outcome += "; few rows hold the information"
+            if make_plan(target, stages.policy.budget, stages.limit).search_iterations > 0:
+                line.outcome += ", so that all are searched"
+                return None
     if passes.note:  # a spike of the density, such as that of a funnel at scale 0
         return None
     use_gaussians(stages, modes)

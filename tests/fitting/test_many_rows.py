@@ -16,6 +16,7 @@ from pyro_implicit.density.pass_target import WholeTarget
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, many_rows_fit, passes, stages
 from pyro_implicit.fitting.policy import ManyRowsPolicy
+from pyro_implicit.fitting.refinement import ChainPlan, Plan
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 
 QUIET = {"seed": 0, "progress": False}
@@ -218,8 +219,11 @@ def test_modes_whose_gap_only_all_rows_would_show():
     assert (theta > 0).double().mean().item() == pytest.approx(positive, abs=0.03)
 
 
-def test_rows_that_cannot_stand_for_all_lead_to_a_search_of_all():
-    """One row, which is not in the search, holds all that is known of the second weight."""
+def test_rows_that_cannot_stand_for_all_lead_to_a_search_of_all(monkeypatch):
+    """One row, which is not in the search, holds all that is known of the second weight.
+
+    If a search of all rows is too expensive, the mode of all rows is used.
+    """
     x, y = data()
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(0))
     x[:, 1] = 0.0
@@ -228,6 +232,14 @@ def test_rows_that_cannot_stand_for_all_lead_to_a_search_of_all():
     outcomes = [stage.outcome for stage in result.stages]
     assert "few rows hold the information" in outcomes[1] and outcomes[2].startswith("1 mode, best")
     assert result.draws is None
+    monkeypatch.setattr(many_rows_fit, "make_plan", lambda *_: Plan(0, ChainPlan(1, 1)))
+    result = fit(linear, "auto", x, y, policy=QUICK, **QUIET)
+    assert result.stages[1].outcome.endswith("few rows hold the information")
+    x, y = x.double(), y.double()
+    covariance = torch.linalg.inv(x.mT @ x + torch.eye(DIM).double() / 9)
+    draws, sds = result.draws.samples["weights"].double(), covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - covariance @ (x.mT @ y)) / sds).abs().max() < 0.05
+    torch.testing.assert_close(draws.std(0), sds, rtol=0.05, atol=0)
 
 
 def test_what_the_shortcut_leaves_to_other_stages(monkeypatch):
