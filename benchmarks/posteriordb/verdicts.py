@@ -42,7 +42,8 @@ from benchmarks.posteriordb import data
 from benchmarks.posteriordb.metrics import floor, measure
 from benchmarks.posteriordb.run import reference_of
 from benchmarks.targets import make_target
-from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.diagnostics.checkup import diagnose

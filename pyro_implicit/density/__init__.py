@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.supports import SupportReparam
 from pyro_implicit.density.target import Target
 

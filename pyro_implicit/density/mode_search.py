@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,37 +13,18 @@ from torch.distributions import constraints
 
 from pyro_implicit.density.checks.numerics import blame, finite_log_prob, heights_of, is_rounding
 from pyro_implicit.density.cost import estimated_seconds, nearby
+from pyro_implicit.density.mode_gaps import apart_from, judged, separate
+from pyro_implicit.density.modes import Modes, antithetic_noise, gaussian_elbo, highest_draws
 from pyro_implicit.density.policy import COST, RUNS, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed
 from pyro_implicit.density.target import Target
-from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
+from pyro_implicit.ops.matrices import root_of_inverse
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
-from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
+from pyro_implicit.runtime.messages import refuse_nonpositive, warn_user
 from pyro_implicit.runtime.progress import Watch, watch
 from pyro_implicit.runtime.sites import innermost_support
 
-__all__ = [
-    "Modes",
-    "antithetic_noise",
-    "dip",
-    "find_modes",
-    "gaussian_elbo",
-    "near_origin",
-    "seconds_of_climb",
-]
-
-
-class Modes(NamedTuple):
-    """Gaussians at separate modes, best first: ``loc`` ``(num_modes, latent_dim)``,
-    ``scale_tril`` ``(num_modes, latent_dim, latent_dim)``, ``elbo`` ``(num_modes,)``.
-    """
-
-    loc: Tensor
-    scale_tril: Tensor
-    elbo: Tensor
-
-    def __repr__(self) -> str:
-        return short_repr(self)
+__all__ = ["find_modes", "near_origin", "seconds_of_climb"]
 
 
 @torch.no_grad()
@@ -141,16 +121,16 @@ def find_modes(
             if found is None or best.elbo > found.elbo[0]:
                 top, top_end = best, end
             else:
-                top = _rows(found, slice(1))
-            earlier = [] if found is None else [_rows(found, slice(1, None))]
-            found = Modes(*map(torch.cat, zip(top, *earlier, tops, strict=True)))
+                top = found.some(slice(1))
+            earlier = [] if found is None else [found.some(slice(1, None))]
+            found = Modes.joined([top, *earlier, tops])
             is_late = watched.stopped or limit.is_over()
             final_draws = num_particles if is_late else final_draws
-            modes, num_met = _separate(target, found, top_end, max_gap, final_draws)
+            modes, num_met = separate(target, found, top_end, max_gap, final_draws)
             first = _first_copies(modes, symmetries, target)
             kept = first.unique()
             num_met = torch.zeros_like(num_met).index_add(0, first, num_met)[kept]
-            modes = _rows(modes, kept.to(modes.loc.device))
+            modes = modes.some(kept.to(modes.loc.device))
             # A Gaussian that is no mode is met by no path's end.
             is_alone = len(modes.loc) == 1
             are_known = is_alone or bool((num_met != 1).all())
@@ -163,16 +143,12 @@ def find_modes(
                 near = near_origin(target, starts, num_starts, number, limit)
                 starts = torch.cat([starts, near])
     if endless is not None and len(endless.loc) > 1 and not is_late:
-        more = _judged(target, _apart(target, modes, endless, limit), final_draws)
-        modes = Modes(*map(torch.cat, zip(modes, more, strict=True)))
-        modes = _rows(modes, ~(modes.elbo < modes.elbo.max() - max_gap))  # all may be -inf
+        more = judged(target, apart_from(target, modes, endless, limit), final_draws)
+        modes = Modes.joined([modes, more])
+        modes = modes.some(~(modes.elbo < modes.elbo.max() - max_gap))  # all may be -inf
         first = _first_copies(modes, symmetries, target).unique()
-        modes = _rows(modes, first.to(modes.loc.device))
-    return _rows(modes, modes.elbo.argsort(descending=True))
-
-
-def _rows(modes: Modes, rows: Tensor | slice | list[int]) -> Modes:
-    return Modes(*(part[rows] for part in modes))
+        modes = modes.some(first.to(modes.loc.device))
+    return modes.some(modes.elbo.argsort(descending=True))
 
 
 def _first_copies(modes: Modes, symmetries: Symmetries | None, target: Target) -> Tensor:
@@ -281,36 +257,6 @@ def seconds_of_climb(target: Target) -> float:
     return num_starts * estimated_seconds(lambda: climb(1), num_runs=1 + num_trials // 3)
 
 
-def antithetic_noise(loc: Tensor, num_draws: int) -> Tensor:
-    """Draw standard normal noise and its negative, each of the shape of ``loc``."""
-    noise = torch.randn((num_draws // 2,) + loc.shape, dtype=loc.dtype, device=loc.device)
-    return torch.cat([noise, -noise])
-
-
-def gaussian_elbo(log_prob: Tensor, noise: Tensor, factor: Tensor) -> Tensor:
-    """Return the ELBO of Gaussians, each truncated to where the model has a density.
-
-    :param log_prob: log-density of the model at their draws, ``(num_draws, num_gaussians)``.
-    :param noise: noise of the draws, ``(num_draws, num_gaussians, latent_dim)``.
-    :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
-    :returns: ``(num_gaussians,)``.
-    """
-    dim = factor.shape[-1]
-    inside = log_prob > -math.inf
-    num_inside = inside.sum(0)
-    entropy = torch.linalg.slogdet(factor).logabsdet + 0.5 * dim * math.log(2 * math.pi)
-    # Half of E[noise^2]: from the draws themselves if some are left out.
-    half_square = 0.5 * noise.square().sum(-1)
-    half_square = torch.where(num_inside == len(noise), 0.5 * dim, half_square)
-    mean = (log_prob + half_square).masked_fill(~inside, 0.0).sum(0) / num_inside
-    elbo = mean + entropy + (num_inside / len(noise)).log()
-    return elbo.nan_to_num(-math.inf, -math.inf, -math.inf)
-
-
-def _highest(draws: Tensor, values: Tensor) -> Tensor:
-    return draws[values.argmax(0), torch.arange(draws.shape[1])]
-
-
 class _Paths(NamedTuple):
     """Paths that climb together: points ``(num_paths, latent_dim)``, factors of the covariance of
     their Gaussians ``(num_paths, latent_dim, latent_dim)``, and their numbers ``(num_paths,)``."""
@@ -358,7 +304,7 @@ class _Climb:
         """The Gaussians at path ends, with factors for ``scale_tril``, their highest draws, and the
         numbers of their paths."""
         modes, highest, numbers = zip(*self._arrived, strict=True)
-        joined = Modes(*map(torch.cat, zip(*modes, strict=True)))
+        joined = Modes.joined(modes)
         return joined, torch.cat(highest), torch.cat(numbers)
 
     def climb(self, paths: _Paths, max_iterations: int, with_secants: bool = False) -> _Paths:
@@ -389,7 +335,7 @@ class _Climb:
         is_sound = _agree(few.factor, root_of_inverse(hessian)[0], SEARCH.blind)
         if is_sound.double().mean() >= 0.5:
             return paths.some(nothing)
-        self._arrived = [(_rows(tops, nothing), highest[nothing], nothing)]
+        self._arrived = [(tops.some(nothing), highest[nothing], nothing)]
         return paths
 
     def _step(self, paths: _Paths, with_secants: bool) -> tuple[_Paths, _Paths]:
@@ -413,10 +359,10 @@ class _Climb:
         draws = point + matvecmul(factor, noise)
         values = finite_log_prob(target, torch.cat([draws, proposals]))
         here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
-        highest = _highest(draws, values[: len(draws)])
+        highest = highest_draws(draws, values[: len(draws)])
         self._keep(here, highest, paths.number)
         if (index := _better(target, here, highest, self.best)) is not None:
-            self.best = _rows(here, slice(index, index + 1))
+            self.best = here.some(slice(index, index + 1))
             self.best_path = int(paths.number[index])
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         decrement = whitened.square().sum(-1)
@@ -427,7 +373,7 @@ class _Climb:
             is_stuck &= is_settled
             has_arrived = (is_settled & has_arrived) | (is_stuck & (decrement <= SEARCH.at_kink))
         is_top = is_concave & has_arrived
-        self._arrived.append((_rows(here, is_top), highest[is_top], paths.number[is_top.cpu()]))
+        self._arrived.append((here.some(is_top), highest[is_top], paths.number[is_top.cpu()]))
         higher = proposals[choice, torch.arange(len(point))]
         higher = torch.where((gain > 0).unsqueeze(-1), higher, point)
         paths = _Paths(higher, factor, paths.number)
@@ -452,8 +398,8 @@ class _Climb:
         least = self.best.elbo - SEARCH.max_gap
         is_near = best.elbo > least
         is_near[numbers.to(is_near.device)[tops.elbo > least]] = False
-        best, highest = _rows(best, is_near), highest[is_near]
-        return _rows(best, _are_sound(self.target, best.loc, highest))
+        best, highest = best.some(is_near), highest[is_near]
+        return best.some(_are_sound(self.target, best.loc, highest))
 
     def result(self, with_rest: bool) -> _Climbed | None:
         """Return what was found; None if no path began.
@@ -466,9 +412,9 @@ class _Climb:
         is_sound = _are_sound(self.target, tops.loc, highest)
         _warn_of_rounding(tops.elbo[~is_sound], self.best)
         is_end = is_sound & (numbers == self.best_path).to(is_sound.device)
-        none = _rows(tops, slice(0))
+        none = tops.some(slice(0))
         rest = self._rest() if with_rest and not self.is_over else none
-        return _Climbed(self.best, _rows(tops, is_end), _rows(tops, is_sound), rest)
+        return _Climbed(self.best, tops.some(is_end), tops.some(is_sound), rest)
 
 
 def _agree(factor: Tensor, other: Tensor, most: float = SEARCH.settled) -> Tensor:
@@ -532,133 +478,3 @@ def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) ->
 def _are_sound(target: Target, loc: Tensor, highest: Tensor) -> Tensor:
     """Tell which Gaussians are no spikes of rounding errors, by two points of each."""
     return ~is_rounding(target, torch.cat([loc, highest])).reshape(2, -1).any(0)
-
-
-def dip(
-    log_prob: Callable[[Tensor], Tensor],
-    start: Tensor,
-    end: Tensor,
-    number: int = SEARCH.num_between,
-) -> Tensor:
-    """Return by how many nats a log-density dips on straight lines between points, ``(n,)``.
-
-    The dip is infinite if the density is 0 at an end.
-
-    **Example:**
-
-    >>> start, end = torch.tensor([[1.0], [-1.0]]), torch.tensor([1.0])
-    >>> dip(lambda x: x.square().sum(-1), start, end)
-    tensor([0., 1.])
-
-    :param log_prob: of points ``(num_points, dim)``; where it is not finite, it counts as -inf.
-    :param start: ``(n, dim)``.
-    :param end: ``(dim,)``.
-    :param number: the number of points on a line.
-    """
-    fractions = torch.linspace(0, 1, number).to(end)[:, None, None]
-    points = start + fractions * (end - start)
-    heights = log_prob(points.flatten(0, 1)).reshape(points.shape[:2])
-    heights = heights.nan_to_num(-math.inf, -math.inf, -math.inf)
-    found = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
-    return found.nan_to_num(nan=math.inf)  # the density of an end is 0
-
-
-def _separate(
-    target: Target, found: Modes, end: Modes, max_gap: float, num_draws: int
-) -> tuple[Modes, Tensor]:
-    """Return the Gaussians between which the log-density dips, and how often each was found.
-
-    :param found: the best Gaussian of all paths, and those at the paths' ends.
-    :param end: the Gaussian at the end of the first one's path, if any.
-    """
-    order = 1 + found.elbo[1:].argsort(descending=True)
-    order = order[found.elbo[order] > found.elbo[0] - max_gap]
-    top, dips = found, dip(target.log_prob, found.loc[order], found.loc[0])
-    if len(end.loc) and (dips > SEARCH.min_dip).all():
-        # The best Gaussian is separate from all modes, and belongs to the mode at its path's end.
-        top = Modes(*map(torch.cat, zip(end, _rows(found, slice(1, None)), strict=True)))
-    kept, num_met = [0], [0]
-    whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
-    for candidate in order.tolist():
-        start, other = top.loc[kept], top.loc[candidate]
-        apart = matvecmul(whiten, other - start).norm(dim=-1).nan_to_num(math.inf)
-        if apart.min() < SEARCH.same:
-            num_met[int(apart.argmin())] += 1
-            continue
-        dips = dip(target.log_prob, start, other)
-        nearest = int(dips.argmin())
-        if dips[nearest] > SEARCH.min_dip:
-            kept.append(candidate)
-            own = torch.linalg.inv_ex(top.scale_tril[candidate : candidate + 1])
-            whiten = torch.cat([whiten, own.inverse])
-            num_met.append(1)
-        else:
-            num_met[nearest] += 1
-    return _judged(target, _rows(found, kept), num_draws), torch.tensor(num_met)
-
-
-def _judged(target: Target, found: Modes, num_draws: int) -> Modes:
-    """Judge Gaussians again with many draws: the best of many paths is partly the luckiest."""
-    loc, root, elbo = found
-    noise = antithetic_noise(loc, num_draws)
-    draws = loc + matvecmul(root, noise)
-    values = finite_log_prob(target, draws)
-    is_sound = ~is_rounding(target, _highest(draws, values))
-    elbo = torch.where(is_sound, gaussian_elbo(values, noise, root), elbo)
-    return Modes(loc, lower_factor(root), elbo)
-
-
-def _apart(target: Target, modes: Modes, rest: Modes, limit: TimeLimit) -> Modes:
-    """Return Gaussians at places that are separate from all modes, one for each place.
-
-    A place needs two Gaussians. Gaussians with a high ELBO are compared first, because the
-    log-density rises towards the neck of a funnel, where there is little mass.
-
-    :param modes: the modes at path ends.
-    :param rest: the best Gaussians of paths that end nowhere, or far below the best mode.
-    :param limit: ends the comparison.
-    """
-    points, num_places = list(modes.loc), len(modes.loc)
-    places = list(range(num_places))
-    dips = torch.stack([dip(target.log_prob, rest.loc, one) for one in points])
-    for _ in range(SEARCH.most_ridges):
-        least, nearest = dips.min(0)
-        if limit.is_over() or not (least > SEARCH.min_dip).any():
-            break
-        gain = least.clamp(max=SEARCH.max_gap) + rest.elbo
-        row = int(gain.masked_fill(least <= SEARCH.min_dip, -math.inf).argmax())
-        start, end = points[nearest[row]], rest.loc[row]
-        is_new = _ridge_dips(target, start, end)
-        places.append(num_places if is_new else places[nearest[row]])
-        num_places += is_new
-        points.append(end)
-        dips = torch.cat([dips, dip(target.log_prob, rest.loc, end).unsqueeze(0)])
-    least, nearest = dips.min(0)
-    place = torch.tensor(places, device="cpu")[nearest.cpu()]
-    place = place.masked_fill(least.cpu() > SEARCH.min_dip, -1)
-    of_places = [(place == new).nonzero().squeeze(-1) for new in range(len(modes.loc), num_places)]
-    elbo = rest.elbo.cpu()
-    return _rows(rest, [int(own[elbo[own].argmax()]) for own in of_places if len(own) > 1])
-
-
-def _ridge_dips(target: Target, start: Tensor, end: Tensor) -> bool:
-    """Return whether the log-density dips along the ridge between two points, each ``(dim,)``.
-
-    On a straight line it also dips between points of one curved ridge. So the points of the line
-    first climb by Newton steps perpendicular to the line.
-    """
-    fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[1:-1, None]
-    along = (end - start).expand(len(fractions), -1)
-    points = start + fractions * along
-    sizes = points.new_tensor([*SEARCH.step_sizes, 0.0])[:, None, None]
-    for _ in range(SEARCH.ridge_steps):
-        _, score, hessian = target.derivatives(points)
-        factor, _ = root_of_inverse(hessian)
-        step, line = (matvecmul(factor, matvecmul(factor.mT, one)) for one in (score, along))
-        share = (step * along).sum(-1) / (line * along).sum(-1)
-        step = (step - share.unsqueeze(-1) * line).nan_to_num(0.0, 0.0, 0.0)
-        tried = points + sizes * step
-        best = finite_log_prob(target, tried).argmax(0)
-        points = tried[best, torch.arange(len(points))]
-    heights = finite_log_prob(target, torch.cat([torch.stack([start, end]), points]))
-    return bool(heights[:2].min() - heights[2:].min() > SEARCH.min_dip)

@@ -23,7 +23,7 @@ from torch.distributions import Distribution
 
 from pyro_implicit.density.cost import seconds_near
 from pyro_implicit.density.marginal import Marginal
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.symmetry import Symmetries
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import uncovered_modes

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
-from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.passes import OnePass, PassStages, count_modes, pilot_modes
 from pyro_implicit.fitting.result import Fit

@@ -9,7 +9,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.mode_search import Modes, seconds_of_climb
+from pyro_implicit.density.mode_search import seconds_of_climb
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.pass_target import WholeTarget
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.pass_target import RowsTarget
 from pyro_implicit.density.policy import GROUPS, PILOT
 from pyro_implicit.density.target import Target

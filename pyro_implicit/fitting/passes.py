@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.pass_target import PassTarget
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target

@@ -22,7 +22,8 @@ from pyro_implicit.density.checks.numerics import (
     widen_if_rounded,
 )
 from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
-from pyro_implicit.density.mode_search import Modes, seconds_of_climb
+from pyro_implicit.density.mode_search import seconds_of_climb
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, SMALL_ENOUGH, judge_chains

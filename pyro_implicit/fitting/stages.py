@@ -17,8 +17,10 @@ from pyro.infer.autoguide import AutoGuide
 from pyro_implicit.density.bijections import on_one_turn
 from pyro_implicit.density.checks.numerics import widen_if_rounded
 from pyro_implicit.density.cost import estimated_seconds, seconds_near
-from pyro_implicit.density.mode_search import Modes, dip, find_modes
+from pyro_implicit.density.mode_gaps import dip
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import RUNS, SEARCH
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import confirmed, find_symmetries

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import is_rounding
-from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, SYMMETRY
 from pyro_implicit.density.symmetry import Symmetries, confirmed, find_symmetries
 from pyro_implicit.density.target import Target

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.mcmc.kernels import hmc
 from pyro_implicit.mcmc.policy import DEFAULT, MODES_SHOWN, StoppingPolicy, TemperingPolicy

@@ -13,18 +13,13 @@ from pyro.distributions import constraints
 from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
+from pyro_implicit.density import mode_gaps
 from pyro_implicit.density import mode_search as module
 from pyro_implicit.density.checks.numerics import finite_log_prob, heights_of
 from pyro_implicit.density.cost import estimated_seconds, nearby
-from pyro_implicit.density.mode_search import (
-    Modes,
-    _separate,
-    antithetic_noise,
-    dip,
-    find_modes,
-    gaussian_elbo,
-    seconds_of_climb,
-)
+from pyro_implicit.density.mode_gaps import dip, separate
+from pyro_implicit.density.mode_search import find_modes, seconds_of_climb
+from pyro_implicit.density.modes import Modes, antithetic_noise, gaussian_elbo
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.clock import TimeLimit
@@ -121,7 +116,7 @@ def test_elbo_of_gaussians_cut_off_at_the_domain():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("weights", [(0.3, 0.7), (0.25, 0.35, 0.4)])
-def test_separate_modes_have_their_laplace_approximations(weights, seed):
+def testseparate_modes_have_their_laplace_approximations(weights, seed):
     pyro.set_rng_seed(seed)
     locs = torch.tensor([[-1.5, 1.0], [1.5, 1.5], [0.0, -1.5]])[: len(weights)]
     scales = torch.tensor([0.1, 0.2, 0.15])[: len(weights)]
@@ -190,7 +185,7 @@ def test_a_path_that_leaves_for_another_mode_hides_none():
     loc = torch.tensor([[-2.9], [-3.0], [3.0], [3.0]])
     found = Modes(loc, torch.ones(4, 1, 1), torch.tensor([-0.5, -0.7, -0.7, -0.7]))
     end = Modes(*(part[-1:] for part in found))
-    modes, num_met = _separate(density, found, end, 10.0, 16)
+    modes, num_met = separate(density, found, end, 10.0, 16)
     assert modes.loc.flatten().tolist() == [-2.9, 3.0] and num_met.tolist() == [1, 2]
 
 
@@ -302,7 +297,7 @@ def test_the_search_goes_on_if_few_paths_end_at_modes(monkeypatch, counts, expec
         number = torch.tensor(rounds[-1])
         return Modes(*(part[: len(number)] for part in found)), number
 
-    monkeypatch.setattr(module, "_separate", separate)
+    monkeypatch.setattr(module, "separate", separate)
     find_modes(density, num_starts=20, max_rounds=4)
     assert len(rounds) == expected
 
@@ -319,7 +314,7 @@ def test_later_rounds_begin_near_the_origin_too(monkeypatch):
     monkeypatch.setattr(module, "_is_vague", lambda target, drawn: True)
     monkeypatch.setattr(
         module,
-        "_separate",
+        "separate",
         lambda target, found, *rest: (found, torch.ones(len(found.loc), dtype=torch.long)),
     )
     find_modes(density, num_starts=2, max_rounds=2)
@@ -526,7 +521,7 @@ def test_tops_that_meet_are_told_without_the_density(monkeypatch):
         calls.append(args)
         return dip(*args)
 
-    monkeypatch.setattr(module, "dip", counted)
+    monkeypatch.setattr(mode_gaps, "dip", counted)
     pyro.set_rng_seed(0)
     found = find_modes(modes, num_starts=40, max_rounds=2)
     assert len(found.loc) == 2
@@ -728,7 +723,7 @@ def test_a_search_without_time_leaves_endless_paths_alone(monkeypatch):
         v = pyro.sample("v", dist.Normal(0.0, 3.0))
         pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
 
-    monkeypatch.setattr(module, "_apart", lambda *args: pytest.fail("there is no time"))
+    monkeypatch.setattr(module, "apart_from", lambda *args: pytest.fail("there is no time"))
     monkeypatch.setattr(module._Climb, "_rest", lambda self: pytest.fail("there is no time"))
     assert len(find_modes(Target(funnel), max_seconds=1e-6).loc) == 1
 

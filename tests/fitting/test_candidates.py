@@ -12,7 +12,7 @@ import torch
 from pyro.distributions import constraints
 
 from pyro_implicit.density import Target, find_modes
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.fitting import (
     Candidate,
     ChoicePolicy,

@@ -19,7 +19,7 @@ from torch import distributed
 from pyro_implicit import diagnose, fit
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.marginal_target import MarginalTarget
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.fitting import BudgetPolicy, Fit, FitPolicy, passes
 from pyro_implicit.fitting.hierarchy import _choose_rule
 from pyro_implicit.fitting.passes import PassStages, _log_weights, _moved

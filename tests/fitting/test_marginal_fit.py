@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pyro_implicit import fit
 from pyro_implicit.density.marginal_normal import NormalMarginal
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import MARGINAL
 from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy, auto, refinement
 from pyro_implicit.fitting.candidates import (

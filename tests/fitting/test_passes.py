@@ -19,8 +19,8 @@ from pyro.infer import Predictive
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from pyro_implicit import fit
-from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.fitting import Fit, FitPolicy, minibatch_fit, passes
 from pyro_implicit.fitting.passes import PassStages
 from pyro_implicit.fitting.policy import MinibatchPolicy

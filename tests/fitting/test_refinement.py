@@ -20,7 +20,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import ROUNDING
 from pyro_implicit.diagnostics.verdict import SMALL_ENOUGH
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import AutoSemiImplicit, fit
 from pyro_implicit.density import Target, find_modes
-from pyro_implicit.density.mode_search import Modes
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
 from pyro_implicit.mcmc.driver import run
