@@ -58,9 +58,12 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     """
     # Centre the points: rounding errors grow with the distance to the origin.
     center = y.detach().mean(-2, keepdim=True)
-    x, y = x - center, y - center
-    squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
-    squares = squares - 2 * x @ y.mT
+    is_one = x is y
+    x = x - center
+    y = x if is_one else y - center
+    norms = x.square().sum(-1)
+    others = norms if is_one else y.square().sum(-1)
+    squares = norms.unsqueeze(-1) + others.unsqueeze(-2) - 2 * (x @ y.mT)
     # Not clamp: from torch 2.15 on it has no gradient at its bound.
     return squares.masked_fill(squares < 0, 0.0)
 
