@@ -407,3 +407,13 @@ class LogCholesky(Transform):
 @biject_to.register(constraints.positive_definite)
 def _(constraint: constraints.Constraint) -> Transform:
     return LogCholesky()
+
+
+@biject_to.register(constraints.MixtureSameFamilyConstraint)
+@transform_to.register(constraints.MixtureSameFamilyConstraint)
+def _(constraint: constraints.Constraint) -> Transform:
+    """That of the components. torch has none, so Pyro's guides and NUTS get latent mixtures too."""
+    bounds = vars(innermost_support(constraint)).values()
+    if any(isinstance(bound, Tensor) and bound.numel() > 1 for bound in bounds):
+        raise NotImplementedError(f"the components of {constraint} may have different bounds")
+    return biject_to(constraint.base_constraint)

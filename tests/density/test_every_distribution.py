@@ -204,7 +204,7 @@ CASES: dict[str, Case] = {
         lambda t: dist.MixtureSameFamily(
             dist.Categorical(logits=t[:2]), dist.Normal(t[2:4], t[4:].exp())
         ),
-        6, X3, latent=False,
+        6, X3,
     ),
     "Multinomial": Case(
         lambda t: dist.Multinomial(4, logits=t), 3, torch.tensor([1.0, 0.0, 3.0])

@@ -465,7 +465,7 @@ def test_single_precision(name):
         (lambda: dist.ProjectedNormal(torch.ones(3)), "Cure: dist.ProjectedNormal, and a model"),
         (
             lambda: dist.MixtureSameFamily(
-                dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), 1.0)
+                dist.Categorical(torch.ones(2)), dist.Uniform(0.0, torch.tensor([1.0, 2.0]))
             ),
             "Cure: which = pyro.sample('x_which'",
         ),
