@@ -411,7 +411,7 @@ def _(constraint: constraints.Constraint) -> Transform:
 
 @biject_to.register(constraints.MixtureSameFamilyConstraint)
 @transform_to.register(constraints.MixtureSameFamilyConstraint)
-def _(constraint: constraints.Constraint) -> Transform:
+def _(constraint: Any) -> Transform:
     """That of the components. torch has none, so Pyro's guides and NUTS get latent mixtures too."""
     bounds = vars(innermost_support(constraint)).values()
     if any(isinstance(bound, Tensor) and bound.numel() > 1 for bound in bounds):
