@@ -46,8 +46,6 @@ from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["fit_network", "refuse_missing_targets", "score_validation", "train_by_minibatches"]
 
-LONGER = "ensemble, longer"  # the ensemble's training continues after rejected chains
-
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     """Train an ensemble of networks, then run a chain from each member.
@@ -91,10 +89,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
         )
         return stages.result
     gradients = sys.maxsize if is_timed else max(2, min(gradients, policy.most_gradients))
-    result = _run_chains(stages, target, gradients, rows, least)
-    if is_timed and rows is not None and result.refined is None and not result.interrupted:
-        _train_longer(stages, rows)
-    return result
+    return _run_chains(stages, target, gradients, rows, least)
 
 
 def _new_ensemble(model: NetworkModel, num_members: int) -> AutoEnsemble:
@@ -169,17 +164,10 @@ def _train_ensemble(
     rows: HeldOutRows | None,
     members: int,
     time_share: float,
-    guide: AutoEnsemble | None = None,
-) -> bool:
-    """Train on the rows that are not held out, until the ensemble predicts the others best.
-
-    :param guide: a trained ensemble whose training continues.
-    :returns: whether the training ended before that.
-    """
-    policy = stages.policy.network
-    name, lr_factor = "ensemble" if guide is None else LONGER, 1.0
-    if guide is None:
-        guide = _new_ensemble(model, members)
+) -> None:
+    """Train on the rows that are not held out, until the ensemble predicts the others best."""
+    policy, lr_factor = stages.policy.network, 1.0
+    guide = _new_ensemble(model, members)
     loss = default_loss(guide, members)
     data = stages.data if rows is None else TrainingData(rows.model, (rows.x, rows.y))
     x, y = rows_of(model, data.args, data.kwargs)
@@ -195,34 +183,8 @@ def _train_ensemble(
         held_out = HeldOut(rows.model, rows.held, policy=limits, interval=policy.score_interval)
         data = replace(data, held_out=held_out)
     stages.train_alone(
-        name, guide, loss, time_share, data=data, num_steps=steps, lr_factor=lr_factor
+        "ensemble", guide, loss, time_share, data=data, num_steps=steps, lr_factor=lr_factor
     )
-    return data.held_out is not None and data.held_out.is_rising
-
-
-def _train_longer(stages: Stages, rows: HeldOutRows) -> None:
-    """Train the ensemble in the time that rejected chains leave, if the held-out score rises."""
-    result, is_better = stages.result, False
-    guide, held_out = result.guide, result.held_out
-    trained = [*guide.parameters(), *rows.model.parameters()]
-    best = [one.detach().clone() for one in trained]
-    try:
-        is_rising = _train_ensemble(stages, rows.model, rows, guide.num_members, 1.0, guide)
-        _score(stages, rows.model, rows.held, guide.get_samples())
-        before, after = (held_out[name].log_prob.mean() for name in ("ensemble", LONGER))
-        is_better = bool(after > before)
-        if is_better and is_rising and stages.limit.is_over():
-            warn_user(
-                "max_seconds ended the training of the networks while the score of held-out rows "
-                "was still rising. Cure: a larger max_seconds"
-            )
-    finally:
-        result.chosen = "ensemble"
-        if not is_better:
-            for one, value in zip(trained, best, strict=True):
-                one.data.copy_(value)
-            result.stages[-1].outcome += "; not better, so that the first members stay"
-            held_out["ensemble"] = held_out.pop("ensemble")  # the last score is the result's
 
 
 def _shuffled(x: Tensor, y: Tensor, size: int) -> BatchStream:

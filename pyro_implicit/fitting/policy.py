@@ -353,9 +353,11 @@ class StartPolicy:
     num_samples: int = 8
 
     #: Mean fields that are trained together from different starts; with ideal points, one to five
-    #: of eight ended in the right mode. Their steps, at most; with less than a quarter, none are.
+    #: of eight ended in the right mode. Their steps, at most; and the share of these steps below
+    #: which none are trained.
     num_raced: int = 16
     race_steps: int = 200
+    least_race_share: float = 0.25
 
     #: Seconds that this may take, and share of the remaining ``max_seconds``.
     race_seconds: float = 4.0

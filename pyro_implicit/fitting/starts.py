@@ -99,7 +99,7 @@ def best_of_race(
     """
     number = policy.num_raced
     steps = min(policy.race_steps, int(seconds / target.seconds(number)))
-    if steps < policy.race_steps // 4:
+    if steps < policy.least_race_share * policy.race_steps:
         return values, ""
     drawn = target.sample_prior(number - 1)
     shares = torch.tensor([policy.spread, 1.0]).to(drawn).repeat(number)[: len(drawn), None]

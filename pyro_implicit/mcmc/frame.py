@@ -164,7 +164,8 @@ def fisher_frame(
     both = [torch.where(varies, one, 0.0).double() for one in both]
     axes = [torch.svd_lowrank(one, q=rank, niter=4)[2] for one in both]
     basis, _ = torch.linalg.qr(torch.cat(axes, -1))
-    ridge = math.sqrt(torch.finfo(draws.dtype).eps)  # where neither varies, their ratio is 1
+    # Where neither varies, their ratio is 1.
+    ridge = torch.finfo(draws.dtype).eps ** policy.rounding_power
     identity = ridge * torch.eye(basis.shape[-1]).to(basis)
     of_draws, of_scores = ((one @ basis).mT.cov() + identity for one in both)
     variance, vectors = torch.linalg.eigh(geometric_mean(of_draws, of_scores))
@@ -243,7 +244,7 @@ def _factor(standard: Tensor, policy: FramePolicy) -> Tensor:
     weight = 0.0 if count >= policy.draws_per_dim * dim else dim / (count + dim)
     correlation = (1 - weight) * correlation + weight * identity
     correlation.diagonal().masked_fill_((standard == 0).all(0), 1.0)
-    ridge = math.sqrt(torch.finfo(torch.double).eps)  # far below sampling noise
+    ridge = torch.finfo(torch.double).eps ** policy.rounding_power
     return torch.linalg.cholesky(correlation + ridge * identity)
 
 

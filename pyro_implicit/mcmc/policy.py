@@ -20,6 +20,7 @@ __all__ = [
     "ShiftPolicy",
     "SlicePolicy",
     "SpacePolicy",
+    "StepPolicy",
     "StoppingPolicy",
     "TeachPolicy",
     "TemperingPolicy",
@@ -65,9 +66,22 @@ class FramePolicy:
     #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
+    #: Power of the relative rounding error that is the ridge of correlations, far below sampling
+    #: noise.
+    rounding_power: float = 0.5
+
 
 @dataclass(frozen=True)
-class HMCPolicy:
+class StepPolicy:
+    """The search for a first step size."""
+
+    #: Transitions, at most. Each changes the step size by a factor of two at most: in all, by nine
+    #: orders of magnitude.
+    max_doublings: int = 30
+
+
+@dataclass(frozen=True)
+class HMCPolicy(StepPolicy):
     """ChEES adaptation of step size and trajectory length."""
 
     #: Mean acceptance probability; Hoffman and Gelman (2014).
@@ -105,7 +119,7 @@ class HMCPolicy:
 
 
 @dataclass(frozen=True)
-class MCLMCPolicy:
+class MCLMCPolicy(StepPolicy):
     """Microcanonical Langevin dynamics. Checked by ``benchmarks/networks/tabular.py``."""
 
     #: Steps of a transition, of two gradients each. Positions between them are not looked at.
@@ -147,6 +161,12 @@ class MCLMCPolicy:
     #: Mean acceptance probability of each chain with Metropolis' adjustment (``"mams"``); Robnik et
     #: al. (2025), section 4.
     target_acceptance: float = 0.9
+
+    #: Share of the warm-up without this adjustment.
+    unadjusted_share: float = 0.5
+
+    #: Factor on step sizes for a new preconditioner, and at the beginning of the adjustment.
+    restart_factor: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import sys
@@ -21,7 +20,6 @@ from pyro_implicit.fitting import (
     BudgetPolicy,
     Fit,
     FitPolicy,
-    HeldOut,
     NetworkPolicy,
     network_fit,
     training,
@@ -29,7 +27,6 @@ from pyro_implicit.fitting import (
 from pyro_implicit.fitting.network_fit import affordable_members, is_worse, split_rows
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
-from pyro_implicit.runtime.clock import TimeLimit
 
 ROWS, DIM, NOISE = 60, 110, 0.5
 #: The cost of these networks is estimated, not measured: budgets give the same steps everywhere.
@@ -465,48 +462,6 @@ def test_fewer_rows_than_num_data_are_refused(linear):
         fit(model, "auto", x[:-1], y[:-1], progress=False)
 
 
-@pytest.mark.parametrize(("falls", "is_late"), [(False, False), (True, False), (False, True)])
-def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, falls, is_late):
-    """It goes on from its best step, and is better than before or stays."""
-    if is_late:
-        monkeypatch.setattr(TimeLimit, "is_over", lambda self: True)
-        monkeypatch.setattr(HeldOut, "is_rising", True)
-    warns = pytest.warns(UserWarning, match="max_seconds ended the training.*Cure: a larger max")
-    original = Stages.train_alone
-
-    def train_alone(self, name, guide, loss, time_share, num_steps, **options):
-        is_first = name == "ensemble"
-        if falls and not is_first:
-            guide.members.data.add_(torch.randn_like(guide.members))
-        steps = 2 if is_first or falls else 100
-        original(self, name, guide, loss, time_share, num_steps=steps, **options)
-        if is_first and not falls:
-            guide.members.data.add_(torch.randn_like(guide.members))
-
-    def walk(stages, name, target, starts, *args):
-        with stages.result.attempt(name):
-            return starts
-
-    monkeypatch.setattr(Stages, "train_alone", train_alone)
-    monkeypatch.setattr(network_fit, "_walk", walk)
-    monkeypatch.setattr(network_fit, "_too_short", lambda *args: "")
-    monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
-    model, x, y = linear
-    policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
-    with warns if is_late else contextlib.nullcontext():
-        result = fit(model, "auto", x, y, max_seconds=600.0, seed=0, progress=False, policy=policy)
-    names = [stage.name for stage in result.stages]
-    assert names == ["ensemble", "mclmc, held out", "ensemble, longer"]
-    scores = {name: one.log_likelihood for name, one in result.held_out.items()}
-    found, rows = result.guide.get_samples(), split_rows(model, (x, y), {}, SHORT)
-    reached = evaluate(found, rows.held, model=rows.model).log_likelihood
-    assert reached == pytest.approx(max(scores["ensemble"], scores["ensemble, longer"]), rel=1e-5)
-    assert (scores["ensemble"] > scores["ensemble, longer"] + 0.1) == falls
-    assert list(scores)[-1] == ("ensemble" if falls else "ensemble, longer")
-    assert ("not better, so that the first members stay" in str(result)) == falls
-    assert result.chosen == "ensemble" and result.refined is None
-
-
 @pytest.mark.parametrize(("least_gradients", "rows"), [(1, 1), (10**15, 1), (10**15, 1000)])
 def test_without_time_for_chains_the_ensemble_sees_all_rows(
     linear, monkeypatch, least_gradients, rows
@@ -601,28 +556,6 @@ def test_ctrl_c_in_the_ensemble_returns_it(linear, monkeypatch):
     assert result.interrupted and len(result.losses) == 4 and result.refined is None
     assert len(result.sample(6)["weight"]) == 6
     assert result.source[1][0] is x
-
-
-def test_ctrl_c_in_a_longer_training_returns_the_first_ensemble(linear, monkeypatch):
-    original, seen = Stages.train_alone, []
-
-    def train_alone(self, name, guide, loss, time_share, num_steps, **options):
-        if name != "ensemble":
-            guide.members.data.add_(1.0)
-            raise training.TrainingInterrupted([])
-        original(self, name, guide, loss, time_share, num_steps=2, **options)
-        seen.append(guide.members.detach().clone())
-
-    monkeypatch.setattr(Stages, "train_alone", train_alone)
-    monkeypatch.setattr(network_fit, "_walk", lambda *args: args[3])
-    monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
-    monkeypatch.setattr(network_fit, "_too_short", lambda *args: "")
-    model, x, y = linear
-    policy = FitPolicy(network=SHORT, budget=BudgetPolicy(fewest_steps=0))
-    options = {"seed": 0, "progress": False, "policy": policy}
-    result = fit(model, "auto", x, y, max_seconds=600.0, **options)
-    assert result.interrupted and result.guide.members.equal(seen[0])
-    assert result.chosen == "ensemble"
 
 
 def test_a_fit_that_is_killed_in_its_chains_goes_on(linear, interrupted, monkeypatch, tmp_path):

@@ -177,7 +177,7 @@ class ChEES:
         size = min(self.step_size, 1.0)
         grown = shrunk = False
         gradients = 0
-        for _ in range(30):  # by factors of two, nine orders of magnitude
+        for _ in range(self.policy.max_doublings):
             move = ensemble_move(score, state, size, self.policy.search_leapfrogs)
             state, gradients = move.state, gradients + self.policy.search_leapfrogs
             if move.acceptance.mean() > self.policy.target_acceptance:

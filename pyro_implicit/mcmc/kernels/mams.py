@@ -159,11 +159,12 @@ class MAMSTuning:
         """Learn from the warm-up, of which a share is over."""
         if self.averaging is not None:
             return self
-        walk = self.walk.at(2 * share)  # of the first half
-        if share < 0.5:
+        limits = self.walk.policy
+        walk = self.walk.at(share / limits.unadjusted_share)
+        if share < limits.unadjusted_share:
             return replace(self, walk=walk)
         assert walk.step_sizes is not None
-        first = walk.step_sizes / 2
+        first = limits.restart_factor * walk.step_sizes
         return replace(
             self,
             walk=replace(walk, step_sizes=first),

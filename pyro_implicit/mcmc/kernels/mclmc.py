@@ -282,7 +282,7 @@ class MCLMCTuning:
         """
         first = self.settings(state)
         found, gradients = replace(self, step_sizes=first.step_size, lengths=first.length), 0
-        for _ in range(30):  # by factors of two at most, far more than floats need
+        for _ in range(self.policy.max_doublings):
             settings = found.settings(state)._replace(num_steps=1)
             state, info = step(state, score, settings)
             found = replace(found.update(state, info, settings), coefficient=None, moments=None)
@@ -309,7 +309,7 @@ class MCLMCTuning:
                 found,
                 scale=moments.scale(limits.max_scale),
                 window=2 * self.window,
-                step_sizes=self.step_sizes / 2,
+                step_sizes=limits.restart_factor * self.step_sizes,
                 coefficient=None,
                 moments=None,
             )
