@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +56,7 @@ from pyro_implicit.fitting.parameters import keep_frozen
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
+    Fallback,
     Plan,
     correct,
     make_plan,
@@ -499,7 +500,7 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
             return fit_discrete(stages, target, refine, _fit_by_search)
         if is_network:
             return fit_network(stages, target, refine is True)
-        if refine is not False and _fit_by_integration(stages, target, policy.marginal, refine):
+        if refine is not False and _integration(stages, target, policy.marginal, refine).run():
             return stages.result
         modes = None if refine is False else fit_many_rows(stages, target, refine == "auto")
         if stages.result.draws is not None:
@@ -513,8 +514,7 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
             return _fit_without_search(stages, target, plan)
         if target.latent_dim <= policy.marginal.least_latents:
             every = replace(policy.marginal, least_latents=0, least_integrated=1, least_added=1)
-            integrate = partial(_fit_by_integration, stages, target, every, refine)
-            plan = plan._replace(fallback=integrate)
+            plan = plan._replace(fallback=_integration(stages, target, every, refine))
         return _fit_by_search(stages, target, plan, refine)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
@@ -526,12 +526,17 @@ def _is_ensemble(stages: Stages, target: Target) -> bool:
     return is_wide and isinstance(stages.model, NetworkModel)
 
 
-def _fit_by_integration(
+def _integration(
     stages: Stages, target: Target, policy: MarginalPolicy, refine: Literal["auto"] | bool
-) -> bool:
-    """Integrate latent variables out if possible; return whether the result is set."""
-    marginal = find_normal_marginal(target, policy)
-    return marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search)
+) -> Fallback:
+    """Return a way to integrate latent variables out, if some are normal given the others."""
+    find = cache(partial(find_normal_marginal, target, policy))
+
+    def run() -> bool:
+        marginal = find()
+        return marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search)
+
+    return Fallback(lambda: find() is not None, run)
 
 
 def _fit_without_search(stages: Stages, target: Target, plan: Plan) -> Fit:

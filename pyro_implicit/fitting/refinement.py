@@ -60,6 +60,7 @@ from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = [
     "ChainPlan",
+    "Fallback",
     "Plan",
     "affordable_chains",
     "chains_within",
@@ -81,19 +82,26 @@ class ChainPlan(NamedTuple):
     max_gradients: int
 
 
+class Fallback(NamedTuple):
+    """What replaces chains that do not converge: ``exists`` tells whether it can be tried, and
+    ``run`` whether it has replaced the result."""
+
+    exists: Callable[[], bool]
+    run: Callable[[], bool]
+
+
 class Plan(NamedTuple):
     """Budgets of search and chains, and what replaces them.
 
     ``search_iterations`` are those of Newton's method in all, 0 for no search. If the ``modes`` are
-    known, there is no search. If the chains end before they converge, ``fallback`` is called; it
-    returns whether it has replaced the result.
+    known, there is no search. If the chains end before they converge, ``fallback`` follows.
     """
 
     search_iterations: int
     chains: ChainPlan
     num_starts: int = SEARCH.num_starts
     modes: Modes | None = None
-    fallback: Callable[[], bool] | None = None
+    fallback: Fallback | None = None
 
 
 def affordable_chains(
@@ -292,7 +300,7 @@ def move_draws(
     chains: ChainPlan,
     optional: bool = False,
     modes: Modes | None = None,
-    fallback: Callable[[], bool] | None = None,
+    fallback: Fallback | None = None,
 ) -> Fit:
     """Move draws of the guide to the posterior by chains.
 
@@ -310,6 +318,8 @@ def move_draws(
         modes = None
     with result.attempt("refine") as line:
         setup = _chain_setup(stages, chains, modes is not None, optional)
+        if setup is not None and fallback is not None:
+            setup = replace(setup, has_alternative=fallback.exists)
         if setup is None:
             line.outcome = "skipped: max_seconds is too short for chains"
             warn_user(_no_time("max_seconds is too short for chains"))
@@ -336,7 +346,7 @@ def move_draws(
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
     elif refined.settled:
         _teach_guide(stages, refined)
-    elif (drifts := large_errors(result, line, refined)) and not (fallback and fallback()):
+    elif (drifts := large_errors(result, line, refined)) and not (fallback and fallback.run()):
         warn_user(
             f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
             + _cure(result.target, refined)

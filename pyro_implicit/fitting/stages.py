@@ -685,7 +685,8 @@ def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candi
     Keeps the weights if they suffice, and the noise of the priors if chains use it.
     """
     policy, guide = stages.policy, gaussian.guide
-    found = stages.reliability_of(guide, target)
+    has_copies = len(modes.loc) > 1 and bool(stages.result.symmetries)  # chains weigh them
+    found = None if has_copies else stages.reliability_of(guide, target)
     if found is not None and policy.correction.accepts(found):
         stages.reliability = found
         return ""

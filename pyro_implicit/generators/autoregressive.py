@@ -19,7 +19,7 @@ from pyro_implicit.generators.base import (
     bounded,
     check_layers,
 )
-from pyro_implicit.ops.policy import MAX_SKEW, MAX_TAIL, NEAR_ZERO
+from pyro_implicit.ops.policy import MAX_SKEW, MAX_TAIL, NEAR_ZERO, SETTLED
 from pyro_implicit.ops.sinh_arcsinh import (
     sinh_arcsinh,
     sinh_arcsinh_inverse,
@@ -120,6 +120,8 @@ class AutoregressiveGenerator(Generator):
     def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the noise of a value by ``output_dim`` passes of the network, differentiably.
 
+        Without gradients the passes end when the noise no longer changes.
+
         :param value: ``(*batch, output_dim)``.
         :param context: ``(*batch, context_dim)``, or None.
         :returns: ``(*batch, noise_dim)``.
@@ -130,14 +132,20 @@ class AutoregressiveGenerator(Generator):
                 f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), but "
                 f"got {tuple(value.shape)}. Cure: values as the generator returns them"
             )
-        bent = torch.zeros_like(value)
+        bent, is_constant = torch.zeros_like(value), not torch.is_grad_enabled()
         for i in range(self.output_dim):
             p = self._pass(self._join(bent, context))[1]
             shape = (value - p.shift) / p.log_scale.exp()
             found = sinh_arcsinh_inverse(shape, p.skew, p.tail)
-            # Exact up to coordinate i, whose parameters depend on earlier ones alone.
-            bent = nn.functional.pad(found[..., : i + 1], (0, self.output_dim - i - 1))
-        return sinh_arcsinh_inverse(bent, *self._noise_shape())
+            # Exact up to coordinate i, whose parameters depend on earlier ones alone. Near the
+            # identity the others are soon exact, too.
+            if not is_constant:
+                bent = nn.functional.pad(found[..., : i + 1], (0, self.output_dim - i - 1))
+            elif _is_settled(found, bent):
+                break
+            else:
+                bent = found.nan_to_num(0.0, 0.0, 0.0)  # 0 * inf, behind a mask, would be NaN
+        return sinh_arcsinh_inverse(found, *self._noise_shape())
 
     def _noise_shape(self) -> tuple[Tensor, Tensor]:
         return bounded(self.noise_skew, MAX_SKEW), bounded(self.noise_tail, MAX_TAIL)
@@ -223,6 +231,15 @@ class _Parameters(NamedTuple):
     log_scale: Tensor
     skew: Tensor
     tail: Tensor
+
+
+def _is_settled(found: Tensor, before: Tensor) -> bool:
+    """Return whether all noise that is finite differs by rounding alone."""
+    most = SETTLED * torch.finfo(found.dtype).eps * (1 + before.abs())
+    try:
+        return bool((~((found - before).abs() > most) | ~found.isfinite()).all())
+    except RuntimeError:  # of torch.func.vmap, where it is unknown
+        return False
 
 
 def _hidden_degrees(output_dim: int, width: int, context_dim: int) -> Tensor:

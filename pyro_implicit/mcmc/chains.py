@@ -92,6 +92,8 @@ class WindowedChains(Chains):
     convergence: Convergence = field(
         default_factory=lambda: Convergence(DEFAULT.stopping.first_check)
     )
+    #: See ``ChainSetup``; checkpoints do not store it.
+    has_alternative: Callable[[], bool] | None = field(default=None, repr=False)
     #: Transitions until the tuning ends.
     _left: int = 0
     _space: Space | None = field(default=None, repr=False)
@@ -117,7 +119,7 @@ class WindowedChains(Chains):
         self._space, self._track, self._has_quantities = space, track, has_quantities
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_space": None, "_track": _track_nothing}
+        return vars(self) | {"_space": None, "_track": _track_nothing, "has_alternative": None}
 
     @property
     def has_draws(self) -> bool:
@@ -177,7 +179,7 @@ class WindowedChains(Chains):
         chains.max_gradients = math.inf if max_gradients is None else self.gradients + max_gradients
         chains.max_seconds = None if max_seconds is None else self.seconds + max_seconds
         chains._spends_all, chains.stopped = self.stopped in ("converged", "steady"), None
-        chains._is_extended = False
+        chains._is_extended, chains.has_alternative = False, None
         return chains
 
     def start(self) -> None:
@@ -405,6 +407,8 @@ class WindowedChains(Chains):
         if drift.is_usable(limits) or left < limits.least_left * self.cpu_seconds:
             return False
         if self.ends_apart and self.is_apart:
+            return False
+        if self.has_alternative is not None and self.has_alternative():
             return False
         cost = (self.cpu_seconds - began.cpu_seconds) / (self.gradients - began.gradients)
         if cost <= 0:  # the clock was too coarse to measure it

@@ -288,6 +288,7 @@ def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
     else:
         space, chains = start_chains(plan)
         chains.max_gradients, chains.patience = plan.max_gradients, plan.patience
+        chains.has_alternative = plan.has_alternative
         chains.ends_apart = plan.anneals_apart and _can_anneal(target, plan.policy)
         chains.num_workers = current_workers().number
         Tracker(target, plan.quantities).try_at(space.to_latent(chains.points))

@@ -32,6 +32,7 @@ __all__ = [
     "POWER_TOLERANCE",
     "PRIOR_SHARE",
     "RELIABLE_KHAT",
+    "SETTLED",
     "SMALL_MATRIX",
     "JumpPolicy",
 ]
@@ -86,6 +87,8 @@ LEAST_SPREAD = 1e-3
 MAX_SKEW = 3.0
 #: Bound of its tail parameter: at it the tails exceed a Cauchy distribution's up to z = 3.
 MAX_TAIL = 1.5
+#: Change of its inverted noise, in rounding errors, at which the passes of an inversion end.
+SETTLED = 4.0
 #: Bound of the logarithm of ``GatedMLP``'s gate, so that it is between 1/20 and 20: without it, the
 #: gate is exponential in the noise, and so are draws to which the objective gives no gradient.
 MAX_LOG_GATE = 3.0

@@ -69,6 +69,25 @@ def test_inverse(output_dim, hidden, context_dim, batch):
     (gradient,) = torch.autograd.grad(inverse, value, vector)
     expected = generator.linearise(noise, context).solve_transposed(vector)
     torch.testing.assert_close(gradient, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(generator.inverse(value, context), noise)
+
+
+@torch.no_grad()
+def test_inverse_near_the_identity_takes_few_passes(monkeypatch):
+    """Without gradients; also in ``vmap``, and next to values that overflow."""
+    generator = AutoregressiveGenerator(20)
+    noise, passes, original = torch.randn(9, 20), [], generator._pass
+    value = generator(noise)
+    monkeypatch.setattr(generator, "_pass", lambda x: passes.append(1) or original(x))
+    torch.testing.assert_close(generator.inverse(value), noise)
+    assert len(passes) <= 6
+    torch.testing.assert_close(torch.func.vmap(generator.inverse)(value), noise)
+    value[0, 3] = math.inf
+    found = generator.inverse(value)
+    torch.testing.assert_close(found[1:], noise[1:])
+    torch.testing.assert_close(found[0, :3], noise[0, :3])
+    assert not found[0, 3].isfinite()
 
 
 @pytest.mark.parametrize("context_dim", [0, 2])

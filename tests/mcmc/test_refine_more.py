@@ -232,16 +232,22 @@ def test_long_memory_leads_to_longer_trajectories(monkeypatch, is_at_limit):
     assert (found.settled or found.drift.is_usable()) == is_at_limit
 
 
-def test_patience_ends(monkeypatch):
-    """Chains that stay unusable double their gradients until the seconds are spent."""
+@pytest.mark.parametrize("has_alternative", [None, lambda: False, lambda: True])
+def test_patience_ends(monkeypatch, has_alternative):
+    """Chains that stay unusable double their gradients until the seconds are spent, or until
+    something else may follow."""
     spent = []
     monkeypatch.setattr(time, "process_time", lambda: spent.append(0) or 0.01 * len(spent))
     time_scores(monkeypatch, lambda number: 1.0)
     usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
-    found = walk(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
+    options = {"patience": 2.0, "has_alternative": has_alternative}
+    found = walk(sampler, 64, 200, policy=ChainPolicy(stopping=usable), **options)
     assert found.stopped == "max_gradients" and found.num_chains == 64
-    assert 1.5 < found.chains.cpu_seconds < 2.6
+    if has_alternative is not None and has_alternative():
+        assert found.num_gradients < 300
+    else:
+        assert 1.5 < found.chains.cpu_seconds < 2.6
 
 
 def test_an_extended_budget_ends_once_errors_are_usable(monkeypatch):

@@ -60,6 +60,8 @@ class ChainSetup:
         from the prior, others from the modes near the chains. If annealing is no better, the chains
         go on.
     :param symmetries: symmetries of the posterior. The chains start with their units in order.
+    :param has_alternative: tells chains that are not usable at ``max_gradients`` whether something
+        else follows, so that they end in spite of their patience.
     """
 
     sampler: Sampler
@@ -76,6 +78,7 @@ class ChainSetup:
     patience: float = 0.0
     anneals_apart: bool = False
     symmetries: Symmetries | None = None
+    has_alternative: Callable[[], bool] | None = None
 
     @property
     def kind(self) -> FrameKind:
