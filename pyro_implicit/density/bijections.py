@@ -412,8 +412,9 @@ def _(constraint: constraints.Constraint) -> Transform:
 @biject_to.register(constraints.MixtureSameFamilyConstraint)
 @transform_to.register(constraints.MixtureSameFamilyConstraint)
 def _(constraint: Any) -> Transform:
-    """That of the components. torch has none, so Pyro's guides and NUTS get latent mixtures too."""
+    """Return the bijection of the components. torch has none for a mixture, so Pyro's guides and
+    NUTS take latent mixtures, too."""
     bounds = vars(innermost_support(constraint)).values()
-    if any(isinstance(bound, Tensor) and bound.numel() > 1 for bound in bounds):
+    if any(isinstance(bound, Tensor) and bound.dim() > 0 for bound in bounds):
         raise NotImplementedError(f"the components of {constraint} may have different bounds")
     return biject_to(constraint.base_constraint)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -530,13 +531,18 @@ def _integration(
     stages: Stages, target: Target, policy: MarginalPolicy, refine: Literal["auto"] | bool
 ) -> Fallback:
     """Return a way to integrate latent variables out, if some are normal given the others."""
-    find = cache(partial(find_normal_marginal, target, policy))
+    find = partial(find_normal_marginal, target, policy)
+
+    def exists() -> bool:
+        with suppress(Exception):  # of the model
+            return find() is not None
+        return False
 
     def run() -> bool:
         marginal = find()
         return marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search)
 
-    return Fallback(lambda: find() is not None, run)
+    return Fallback(exists, run)
 
 
 def _fit_without_search(stages: Stages, target: Target, plan: Plan) -> Fit:

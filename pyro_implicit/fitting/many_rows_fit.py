@@ -70,6 +70,7 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
             if make_plan(target, stages.policy.budget, stages.limit).search_iterations > 0:
                 line.outcome += ", so that all are searched"
                 return None
+            line.outcome += "; a search of all is too expensive"
     if passes.note:  # a spike of the density, such as that of a funnel at scale 0
         return None
     use_gaussians(stages, modes)

@@ -83,8 +83,10 @@ class ChainPlan(NamedTuple):
 
 
 class Fallback(NamedTuple):
-    """What replaces chains that do not converge: ``exists`` tells whether it can be tried, and
-    ``run`` whether it has replaced the result."""
+    """A method that may replace chains that have not converged, such as the integration of latents.
+
+    ``exists`` tells whether the model allows it. ``run`` returns whether it has set the result.
+    """
 
     exists: Callable[[], bool]
     run: Callable[[], bool]
@@ -346,7 +348,12 @@ def move_draws(
         warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
     elif refined.settled:
         _teach_guide(stages, refined)
-    elif (drifts := large_errors(result, line, refined)) and not (fallback and fallback.run()):
+    elif drifts := large_errors(result, line, refined):
+        if fallback is not None and fallback.exists():
+            if fallback.run():
+                return result
+            if modes is None and not stages.limit.is_over():  # chains have patience left
+                return move_draws(stages, chains, optional)
         warn_user(
             f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
             + _cure(result.target, refined)

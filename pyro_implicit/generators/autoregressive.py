@@ -10,6 +10,7 @@ from typing import NamedTuple, cast
 import torch
 from pyro.nn import MaskedLinear
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import linear
 
 from pyro_implicit.generators.base import (
@@ -120,7 +121,8 @@ class AutoregressiveGenerator(Generator):
     def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the noise of a value by ``output_dim`` passes of the network, differentiably.
 
-        Without gradients the passes end when the noise no longer changes.
+        Without derivatives, as in ``torch.no_grad``, the passes end when the noise no longer
+        changes.
 
         :param value: ``(*batch, output_dim)``.
         :param context: ``(*batch, context_dim)``, or None.
@@ -132,13 +134,15 @@ class AutoregressiveGenerator(Generator):
                 f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), but "
                 f"got {tuple(value.shape)}. Cure: values as the generator returns them"
             )
-        bent, is_constant = torch.zeros_like(value), not torch.is_grad_enabled()
+        bent, is_constant = torch.zeros_like(value), False
         for i in range(self.output_dim):
             p = self._pass(self._join(bent, context))[1]
             shape = (value - p.shift) / p.log_scale.exp()
             found = sinh_arcsinh_inverse(shape, p.skew, p.tail)
             # Exact up to coordinate i, whose parameters depend on earlier ones alone. Near the
-            # identity the others are soon exact, too.
+            # identity the others are soon exact, too, but not their derivatives.
+            if i == 0:
+                is_constant = not torch.is_grad_enabled() and unpack_dual(found).tangent is None
             if not is_constant:
                 bent = nn.functional.pad(found[..., : i + 1], (0, self.output_dim - i - 1))
             elif _is_settled(found, bent):

@@ -288,12 +288,11 @@ def _run_chains(plan: ChainSetup, file: Checkpoint) -> Refined:
     else:
         space, chains = start_chains(plan)
         chains.max_gradients, chains.patience = plan.max_gradients, plan.patience
-        chains.has_alternative = plan.has_alternative
         chains.ends_apart = plan.anneals_apart and _can_anneal(target, plan.policy)
         chains.num_workers = current_workers().number
         Tracker(target, plan.quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
-    chains.max_seconds = max_seconds
+    chains.max_seconds, chains.has_alternative = max_seconds, plan.has_alternative
     return _walk(plan, space, chains, file)
 
 

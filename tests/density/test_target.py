@@ -467,7 +467,13 @@ def test_single_precision(name):
             lambda: dist.MixtureSameFamily(
                 dist.Categorical(torch.ones(2)), dist.Uniform(0.0, torch.tensor([1.0, 2.0]))
             ),
-            "Cure: which = pyro.sample('x_which'",
+            "may have different bounds. Cure: which = pyro.sample('x_which'",
+        ),
+        (
+            lambda: dist.MixtureSameFamily(
+                dist.Categorical(torch.ones(2)), dist.VonMises(torch.tensor([0.0, 2.0]), 1.0)
+            ),
+            "densities of angles. Cure: which = pyro.sample('x_which'",
         ),
     ],
 )

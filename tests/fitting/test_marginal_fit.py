@@ -253,6 +253,13 @@ def test_integration_replaces_chains_that_end_before_convergence(
     assert found.marginal is not None and found.num_modes == 1
 
 
+def test_chains_use_their_patience_if_integration_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "fit_marginal", lambda *args: False)
+    with pytest.warns(UserWarning, match="before they converged"):
+        found, names = names_after_few_gradients("check", monkeypatch)
+    assert names.count("refine") == 2 and found.refined.num_gradients > 100
+
+
 def test_chains_without_doubts_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     found, names = names_after_few_gradients("trust", monkeypatch)
     assert "marginal" not in names and found.refined is not None

@@ -23,7 +23,7 @@ from pyro_implicit.density import Target, cost
 from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import ROUNDING
 from pyro_implicit.diagnostics.verdict import SMALL_ENOUGH
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, auto, refinement, stages
 from pyro_implicit.fitting.policy import TrainingPolicy
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
@@ -206,6 +206,7 @@ def test_chains_that_hardly_moved_are_dropped(optional, monkeypatch):
     monkeypatch.setattr(refinement, "refine_target", stopped)
     stopping = replace(refinement.CHAINS.stopping, unmoved_r_hat=0.5)
     monkeypatch.setattr(refinement, "CHAINS", replace(refinement.CHAINS, stopping=stopping))
+    monkeypatch.setattr(auto, "find_normal_marginal", lambda *args: None)
     policy = FitPolicy(budget=BudgetPolicy(least_gradients=30, chain_seconds=0.1))
     options = {**QUIET, "policy": policy, "max_seconds": 60.0, "refine": optional}
     with warnings.catch_warnings(record=True) as caught:

@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import MCMC, NUTS, SVI
+from torch.autograd import forward_ad
 
 from pyro_implicit import AutoImplicit
 from pyro_implicit.generators import AutoregressiveGenerator, GatedResidualGenerator
@@ -55,6 +56,12 @@ def test_formula_of_linear_maps():
     assert generator.noise_dim == generator.output_dim == 3
 
 
+def forward_derivative(function, at, tangent):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(at, tangent))).tangent
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @batches
 @cases
 def test_inverse(output_dim, hidden, context_dim, batch):
@@ -71,6 +78,10 @@ def test_inverse(output_dim, hidden, context_dim, batch):
     torch.testing.assert_close(gradient, expected)
     with torch.no_grad():
         torch.testing.assert_close(generator.inverse(value, context), noise)
+        found = forward_derivative(lambda x: generator.inverse(x, context), value.detach(), vector)
+    jacobian = generator.linearise(noise, context).jacobian()
+    expected = torch.linalg.solve_triangular(jacobian, vector.unsqueeze(-1), upper=False)
+    torch.testing.assert_close(found, expected.squeeze(-1))
 
 
 @torch.no_grad()

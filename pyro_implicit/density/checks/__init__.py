@@ -20,7 +20,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, Empirical, VonMises
+from pyro.distributions import Delta, Empirical, SineBivariateVonMises, SineSkewed, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch.distributions import MixtureSameFamily, biject_to, constraints
@@ -129,25 +129,36 @@ def refuse_point(name: str, site: Site) -> None:
 
 
 def _refuse_boundless(name: str, site: Site) -> None:
-    support = site["fn"].support
+    fn, support = innermost(site["fn"]), site["fn"].support
+    reason = ""
     try:
         biject_to(support)
     except NotImplementedError:
+        reason = f"torch has no bijection to its support, {support}"
+    if isinstance(fn, MixtureSameFamily):
+        cure = (
+            f"which = pyro.sample('{name}_which', dist.Categorical(weights)), which is summed "
+            f"out, and pyro.sample('{name}', ...) of that component"
+        )
+        if reason:
+            reason = "the components of its mixture may have different bounds"
+        elif _is_angle(innermost(fn.component_distribution)):
+            reason = "the components of its mixture are densities of angles"
+    elif support is sphere:
+        cure = (
+            "dist.ProjectedNormal, and a model reparameterised by poutine.reparam(config="
+            f"{{'{name}': ProjectedNormalReparam()}})"
+        )
+    else:
         cure = "another distribution, or the same written as a function of other sites"
-        if support is sphere:
-            cure = (
-                "dist.ProjectedNormal, and a model reparameterised by poutine.reparam(config="
-                f"{{'{name}': ProjectedNormalReparam()}})"
-            )
-        elif isinstance(site["fn"], MixtureSameFamily):
-            cure = (
-                f"which = pyro.sample('{name}_which', dist.Categorical(weights)), which is summed "
-                f"out, and pyro.sample('{name}', ...) of that component"
-            )
+    if reason:
         raise ValueError(
-            f"latent '{name}' has no unconstrained coordinates, as torch has no bijection to its "
-            f"support, {support}. Cure: {cure}"
-        ) from None
+            f"latent '{name}' has no unconstrained coordinates: {reason}. Cure: {cure}"
+        )
+
+
+def _is_angle(fn: Any) -> bool:
+    return isinstance(fn, (VonMises, SineBivariateVonMises, SineSkewed))
 
 
 def warn_of_angle(name: str) -> None:

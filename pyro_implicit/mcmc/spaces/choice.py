@@ -60,8 +60,8 @@ class ChainSetup:
         from the prior, others from the modes near the chains. If annealing is no better, the chains
         go on.
     :param symmetries: symmetries of the posterior. The chains start with their units in order.
-    :param has_alternative: tells chains that are not usable at ``max_gradients`` whether something
-        else follows, so that they end in spite of their patience.
+    :param has_alternative: tells chains that are not usable at ``max_gradients`` whether another
+        method, such as the integration of latents, follows: then they end whatever their patience.
     """
 
     sampler: Sampler
