@@ -92,7 +92,7 @@ class WindowedChains(Chains):
     convergence: Convergence = field(
         default_factory=lambda: Convergence(DEFAULT.stopping.first_check)
     )
-    #: That of ``ChainSetup``; checkpoints do not store it.
+    #: Whether another method follows, see ``ChainSetup``; checkpoints do not store it.
     has_alternative: Callable[[], bool] | None = field(default=None, repr=False)
     #: Transitions until the tuning ends.
     _left: int = 0
