@@ -33,6 +33,7 @@ __all__ = [
     "LogCholesky",
     "StickBreaking",
     "intervals_of",
+    "is_endless",
     "on_one_turn",
     "one_turn",
     "turns_of",
@@ -159,7 +160,7 @@ def turns_of(trace: Trace) -> dict[str, Tensor]:
     return {
         name: torch.zeros_like(site["value"])
         for name, site in trace.nodes.items()
-        if is_latent(site) and _is_endless(site["fn"])
+        if is_latent(site) and is_endless(site["fn"])
     }
 
 
@@ -245,7 +246,17 @@ def _unwrapped(fn: Any) -> Any:
     return fn
 
 
-def _is_endless(fn: Any) -> bool:
+def is_endless(fn: Any) -> bool:
+    """Return whether a distribution is of angles, whose density repeats itself on the real line.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> is_endless(dist.VonMises(0.0, 1.0)), is_endless(dist.Normal(0.0, 1.0))
+    (True, False)
+
+    :param fn: the distribution of a site.
+    """
     fn = _unwrapped(fn)
     is_angle = isinstance(fn, (SineBivariateVonMises, SineSkewed, VonMises))
     return is_angle and innermost_support(fn.support) is constraints.real

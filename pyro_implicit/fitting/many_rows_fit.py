@@ -9,10 +9,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.pass_target import WholeTarget
-from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.row_pilot import find_pilot, largest_num_rows
 from pyro_implicit.density.symmetry import find_symmetries
 from pyro_implicit.density.target import Target
@@ -67,7 +66,7 @@ def fit_many_rows(stages: Stages, target: Target, weighs: bool) -> Modes | None:
             line.outcome += widen_near(whole, modes)
         if not passes.note and not _agrees(first, modes, policy):
             line.outcome += "; few rows hold the information"
-            if make_plan(target, stages.policy.budget, stages.limit).search_iterations > 0:
+            if not _is_too_slow(stages, target):
                 line.outcome += ", so that all are searched"
                 return None
             line.outcome += "; a search of all is too expensive"
@@ -96,12 +95,9 @@ def _precise(target: Target, point: Tensor, policy: ManyRowsPolicy) -> Target:
     return target
 
 
-def _is_too_slow(stages: Stages, pilot: Target) -> bool:
-    """Return whether the search would exceed the budget of a search."""
-    budget = stages.policy.budget
-    with suppress(Exception):  # of a model at its initial point; the search has other points
-        return SEARCH.least_iterations * seconds_of_climb(pilot) > budget.search_seconds
-    return False
+def _is_too_slow(stages: Stages, target: Target) -> bool:
+    """Return whether the search would exceed its budget."""
+    return make_plan(target, stages.policy.budget, stages.limit).search_iterations == 0
 
 
 def _agrees(few: Modes, modes: Modes, policy: ManyRowsPolicy) -> bool:

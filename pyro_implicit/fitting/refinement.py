@@ -320,12 +320,12 @@ def move_draws(
         modes = None
     with result.attempt("refine") as line:
         setup = _chain_setup(stages, chains, modes is not None, optional)
-        if setup is not None and fallback is not None:
-            setup = replace(setup, has_alternative=fallback.exists)
         if setup is None:
             line.outcome = "skipped: max_seconds is too short for chains"
             warn_user(_no_time("max_seconds is too short for chains"))
             return result
+        if fallback is not None:
+            setup = replace(setup, has_alternative=fallback.exists)
         refined: Refined | None = None
         if modes is not None and stages.noise is not None:
             with suppress(Exception):  # annealing may work

@@ -134,16 +134,14 @@ class AutoregressiveGenerator(Generator):
                 f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), but "
                 f"got {tuple(value.shape)}. Cure: values as the generator returns them"
             )
-        bent, is_constant = torch.zeros_like(value), False
+        bent = torch.zeros_like(value)
         for i in range(self.output_dim):
             p = self._pass(self._join(bent, context))[1]
             shape = (value - p.shift) / p.log_scale.exp()
             found = sinh_arcsinh_inverse(shape, p.skew, p.tail)
             # Exact up to coordinate i, whose parameters depend on earlier ones alone. Near the
             # identity the others are soon exact, too, but not their derivatives.
-            if i == 0:
-                is_constant = not torch.is_grad_enabled() and unpack_dual(found).tangent is None
-            if not is_constant:
+            if torch.is_grad_enabled() or unpack_dual(found).tangent is not None:
                 bent = nn.functional.pad(found[..., : i + 1], (0, self.output_dim - i - 1))
             elif _is_settled(found, bent):
                 break

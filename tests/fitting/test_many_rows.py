@@ -232,7 +232,9 @@ def test_rows_that_cannot_stand_for_all_lead_to_a_search_of_all(monkeypatch):
     outcomes = [stage.outcome for stage in result.stages]
     assert "few rows hold the information" in outcomes[1] and outcomes[2].startswith("1 mode, best")
     assert result.draws is None
-    monkeypatch.setattr(many_rows_fit, "make_plan", lambda *_: Plan(0, ChainPlan(1, 1)))
+    monkeypatch.setattr(
+        many_rows_fit, "_is_too_slow", lambda _, target: len(target.args[0]) == NUM_ROWS
+    )
     result = fit(linear, "auto", x, y, policy=QUICK, **QUIET)
     assert result.stages[1].outcome.endswith("; a search of all is too expensive")
     x, y = x.double(), y.double()
@@ -256,7 +258,8 @@ def test_what_the_shortcut_leaves_to_other_stages(monkeypatch):
             pyro.sample("y", dist.Normal((x @ weights).abs(), 1.0), obs=y.abs())
 
     assert fit(mirrored, "auto", x, y, policy=QUICK, **QUIET).symmetries
-    monkeypatch.setattr(many_rows_fit, "seconds_of_climb", lambda pilot: 1e6)
+    too_slow = Plan(0, ChainPlan(64, 100))
+    monkeypatch.setattr(many_rows_fit, "make_plan", lambda *args: too_slow)
     searched = fit(linear, "auto", x, y, policy=QUICK, **QUIET)
     assert searched.stages[0].outcome.startswith("1 mode, best")
     monkeypatch.undo()

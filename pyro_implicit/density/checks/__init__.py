@@ -20,11 +20,12 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, Empirical, SineBivariateVonMises, SineSkewed, VonMises
+from pyro.distributions import Delta, Empirical, VonMises
 from pyro.distributions.constraints import sphere
 from pyro.poutine.trace_struct import Trace
 from torch.distributions import MixtureSameFamily, biject_to, constraints
 
+from pyro_implicit.density.bijections import is_endless
 from pyro_implicit.density.checks.observations import refuse_unfit_data, support_bounds
 from pyro_implicit.density.model import IMPOSSIBLE, Model, refuse_infinite, varying_site
 from pyro_implicit.runtime.messages import warn_user
@@ -142,7 +143,7 @@ def _refuse_boundless(name: str, site: Site) -> None:
         )
         if reason:
             reason = "the components of its mixture may have different bounds"
-        elif _is_angle(innermost(fn.component_distribution)):
+        elif is_endless(fn.component_distribution):
             reason = "the components of its mixture are densities of angles"
     elif support is sphere:
         cure = (
@@ -155,10 +156,6 @@ def _refuse_boundless(name: str, site: Site) -> None:
         raise ValueError(
             f"latent '{name}' has no unconstrained coordinates: {reason}. Cure: {cure}"
         )
-
-
-def _is_angle(fn: Any) -> bool:
-    return isinstance(fn, (VonMises, SineBivariateVonMises, SineSkewed))
 
 
 def warn_of_angle(name: str) -> None:
