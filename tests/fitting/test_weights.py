@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import mixture_weights
-from pyro_implicit.fitting.policy import MixturePolicy
+from pyro_implicit.fitting.policy import FitPolicy, MixturePolicy
+from pyro_implicit.fitting.stages import _why_untrained
+
+#: Two modes, each with copies, and their Gaussians.
+MODES = Modes(torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1, 1), torch.zeros(2))
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -158,3 +164,20 @@ def test_many_components_are_judged_at_fewer_draws(number, draws):
     density.log_prob = counted
     mixture_weights(density, [gaussian(0.0, 1.0)] * number, MixturePolicy(max_iterations=1))
     assert seen == [draws] * number
+
+
+@pytest.mark.parametrize(("symmetries", "num_judged"), [((), 1), (("permutations",), 0)])
+def test_importance_weights_of_modes_with_copies_are_not_judged(symmetries, num_judged):
+    """Nothing would use them, as modes may have different numbers of copies."""
+    judged = []
+    stages = SimpleNamespace(
+        policy=FitPolicy(),
+        result=SimpleNamespace(symmetries=symmetries),
+        reliability_of=lambda *args: judged.append(args),
+        noise=None,
+    )
+    gaussian = SimpleNamespace(guide=None, bound=0.0)
+    reason = _why_untrained(stages, target(two_modes), MODES, gaussian)
+    weighs = "chains weigh" if symmetries else "annealing weighs"
+    assert reason == f"; {weighs} the modes, and no guide is trained"
+    assert len(judged) == num_judged
