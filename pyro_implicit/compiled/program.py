@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -361,7 +364,9 @@ class RecordedFunction:
                 simplify(recorder)
         self.graph, self._constants = recorder.graph, recorder.constants
         self._guard = Guard(recorder.captured, modules)
-        self._run = replayed(as_function(self.graph, self._constants), self.graph, inputs)
+        self._recorded = replayed(as_function(self.graph, self._constants), self.graph, inputs)
+        self._run = self._recorded
+        self._break_even: float | None = None
 
     def holds(self) -> bool:
         """Tell whether the tensors that it holds constant are unchanged."""
@@ -379,6 +384,28 @@ class RecordedFunction:
         """
         compiled = compile_graph(self.graph, self._constants, inputs)
         self._run = replayed(compiled, self.graph, inputs)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether inductor has compiled it."""
+        return self._run is not self._recorded
+
+    def undo_compilation(self) -> None:
+        """Run as recorded again, from now on."""
+        self._run, self._break_even = self._recorded, math.inf
+
+    def repays_compilation(self, num_calls: int) -> bool:
+        """Tell whether inductor would have saved as many seconds as its compilation takes.
+
+        Whoever compiles then loses at most half of the time, however many calls follow. The seconds
+        are counted by operations and their sizes, so that equal runs are compiled at the same call.
+
+        :param num_calls: the calls so far. Never enough without a C++ compiler, in a forked process
+            and on another device than the CPU, where a CUDA graph does most of it.
+        """
+        if self._break_even is None:
+            self._break_even = _calls_until_break_even(self.graph)
+        return num_calls >= self._break_even
 
 
 class FusedFunction:
@@ -446,6 +473,25 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         if self._gpus:
             torch.cuda.set_rng_state_all(self._gpus)
+
+
+def _calls_until_break_even(graph: fx.Graph) -> float:
+    """Return the calls after which inductor has saved the time of its compilation."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and "shape" in node.meta]
+    is_possible = (
+        shutil.which(os.environ.get("CXX", "g++")) is not None
+        and multiprocessing.parent_process() is None
+        and all(node.meta["device"].type == "cpu" for node in nodes)
+    )
+    elements = sum(node.meta["shape"].numel() for node in nodes if not _is_view(node))
+    if not is_possible or elements == 0:
+        return math.inf
+    seconds = RECORDINGS.compilation + RECORDINGS.compilation_per_operation * len(nodes)
+    return seconds / (RECORDINGS.saved_per_element * elements)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return any(one.meta.get("storage") == node.meta["storage"] for one in node.all_input_nodes)
 
 
 class CompilerError(RuntimeError):

@@ -211,7 +211,7 @@ def train(
         first = args if batches is None else (*args, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, first, kwargs)
         scales = None if batches is None else DataScales(model, first, kwargs)
-        optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
+        optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr, fused=True)
         optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
             optimisers |= loss.optimisers

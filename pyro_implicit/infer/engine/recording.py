@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pyro_implicit.compiled import (
     RECORDINGS,
     CompileMode,
+    CompilerError,
     ProgramCache,
     RandomState,
     RecordedFunction,
@@ -186,6 +187,7 @@ class _StepProgram:
     ) -> None:
         self.function, self.leaves, self.params = function, leaves, params
         self.has_gradient = has_gradient
+        self.num_calls = 0
 
     def holds(self) -> bool:
         """Tell whether its parameters are still those of store and modules, and still trained."""
@@ -205,6 +207,7 @@ class _StepProgram:
 
     def run(self, call: _StepCall) -> tuple[Evaluation, bool, dict[Any, Tensor]]:
         """Return the step's result, whether it is finite, and the ELBO's memory after it."""
+        self.num_calls += 1
         loss, check, *others = self.function(call.inputs(self.leaves))
         targets = self.leaves + call.differentiable()
         targets = [t for t, has in zip(targets, self.has_gradient, strict=True) if has]
@@ -214,6 +217,16 @@ class _StepProgram:
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
         self.function.compile(inputs)
+
+    def compile_if_due(self, call: _StepCall) -> bool:
+        """Compile once that would have paid so far; return whether it has just been done."""
+        if self.function.is_compiled or not self.function.repays_compilation(self.num_calls):
+            return False
+        try:
+            self.compile(call.inputs(self.leaves))
+        except CompilerError:
+            self.function.undo_compilation()
+        return self.function.is_compiled
 
 
 class TracedSteps:
@@ -254,6 +267,7 @@ class TracedSteps:
         before = _Before(call)
         if program is None:
             return self._record(who, call, before)
+        is_due |= is_auto and program.compile_if_due(call)
         program.show_params()
         evaluation, is_finite, memory = program.run(call)
         if is_due:
@@ -303,8 +317,11 @@ class TracedSteps:
         if any(value is not program.params.get(name) for name, value in plain.params.items()):
             self.programs.clear()  # a new parameter: record again
         elif found is not None and (difference := found.differs_from(plain.evaluation)):
-            cause = f"a recorded step disagrees with a plain one: {difference}"
-            self.programs.give_up(who, cause, is_wrong=True)
+            if self.programs.compile == "auto" and program.function.is_compiled:
+                program.function.undo_compilation()
+            else:
+                cause = f"a recorded step disagrees with a plain one: {difference}"
+                self.programs.give_up(who, cause, is_wrong=True)
         return plain.evaluation
 
 
