@@ -25,9 +25,13 @@ class RecordingPolicy:
     #: that estimates their cost, so that ``fit`` looks twice before (``Schedule.first_look``).
     auto_steps: int = 42
 
-    #: Seconds that inductor saves for each element of an intermediate result: .4 to .75e-9 in steps
-    #: of perceptrons with 314,000 weights (one core; MAP, mean field, LIVI and KIVI).
+    #: Seconds that inductor saves for each element of a large intermediate result: .4 to .75e-9 in
+    #: steps of perceptrons with 478,000 weights (one core; MAP, mean field, LIVI and KIVI).
     saved_per_element: float = 5e-10
+
+    #: Elements of such a result. Smaller ones stay in a core's cache: with 80,000, gradients of a
+    #: logistic regression are no faster compiled.
+    large_result: int = 2**17
 
     #: Seconds of a compilation, however short the recording: inductor is imported and calls g++.
     compilation: float = 3.0

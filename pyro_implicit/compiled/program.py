@@ -483,7 +483,8 @@ def _calls_until_break_even(graph: fx.Graph) -> float:
         and multiprocessing.parent_process() is None
         and all(node.meta["device"].type == "cpu" for node in nodes)
     )
-    elements = sum(node.meta["shape"].numel() for node in nodes if not _is_view(node))
+    sizes = [node.meta["shape"].numel() for node in nodes if not _is_view(node)]
+    elements = sum(size for size in sizes if size >= RECORDINGS.large_result)
     if not is_possible or elements == 0:
         return math.inf
     seconds = RECORDINGS.compilation + RECORDINGS.compilation_per_operation * len(nodes)

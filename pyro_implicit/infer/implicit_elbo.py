@@ -84,7 +84,8 @@ class ImplicitELBO(StepELBO):
         up to rounding, 1.3 to 2.8 times as fast on small models. ``True``: inductor compiles the
         recording, which takes tens of seconds once and needs a C++ compiler; other processes find
         the kernels on disk. ``"auto"``: ``"trace"`` after 42 steps, without a warning if that
-        is impossible. ``False``: plain steps. The inputs of a recording are parameters and the
+        is impossible, and ``True`` once that would have paid (tensors of 131,000 elements or more,
+        on a CPU). ``False``: plain steps. The inputs of a recording are parameters and the
         tensors among the arguments; everything else is constant. A model that cannot be recorded,
         because it branches on a value, for example, runs plain steps, with one warning that names
         the cause. The first, second, fourth, eighth ... recorded step is compared with a plain one.

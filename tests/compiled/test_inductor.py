@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pyro_implicit.compiled import RecordedFunction
+from pyro_implicit.compiled import RECORDINGS, RecordedFunction, program
 
 FORK = multiprocessing.get_context("fork")  # no process has to import torch again
 
@@ -63,3 +65,24 @@ def compile_in_two_processes(folder: Path) -> None:
 def test_another_process_finds_compiled_programs_on_disk(tmp_path):
     run_in_a_process(compile_in_two_processes, tmp_path)
     assert (tmp_path / "hits").read_text().split() == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "break_even"),
+    [({}, 6), ({"compilation_per_operation": 1.0}, 8), ({"large_result": 4097}, math.inf)],
+)
+def test_calls_that_repay_a_compilation(monkeypatch, changes, break_even):
+    x = torch.ones(4096)
+    recorded = RecordedFunction(lambda: [(x.exp() + 1).view(64, 64)], [x])
+    values = {"compilation": 4.5, "compilation_per_operation": 0.5, "large_result": 4096}
+    values["saved_per_element"] = 1 / (2 * 4096)  # a second for each call
+    monkeypatch.setattr(program, "RECORDINGS", replace(RECORDINGS, **values | changes))
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
+    calls = range(1, 10)
+    assert [recorded.repays_compilation(n) for n in calls] == [n >= break_even for n in calls]
+
+
+def test_nothing_repays_a_compilation_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    x = torch.ones(RECORDINGS.large_result)
+    assert not RecordedFunction(lambda: [x.exp()], [x]).repays_compilation(10**9)

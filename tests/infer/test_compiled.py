@@ -17,7 +17,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO, compiled
-from pyro_implicit.compiled import RECORDINGS, CompilerError
+from pyro_implicit.compiled import RECORDINGS, CompilerError, program
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.infer.policy import ELBOS
@@ -306,6 +306,26 @@ def test_auto_records_after_some_steps_and_says_nothing(monkeypatch):
     assert Run(model, LIVI_ELBO(4, compile="auto")).traced.num_run == 2
     run = Run(branches, LIVI_ELBO(4, compile="auto"))
     assert "if x > 0" in run.traced.refusal
+
+
+@pytest.mark.parametrize("outcome", ["right", "wrong", "failed"])
+def test_auto_compiles_once_that_would_have_paid(monkeypatch, outcome):
+    def compile_graph(graph, constants, inputs):
+        graphs.append(graph)
+        if outcome == "failed":
+            raise CompilerError("no g++")
+        right = program.as_function(graph, constants)
+        return right if outcome == "right" else lambda inputs: [one + 1 for one in right(inputs)]
+
+    graphs = []
+    plain = Run(model, LIVI_ELBO(4), steps=14)
+    monkeypatch.setattr(recording, "RECORDINGS", replace(RECORDINGS, auto_steps=3))
+    monkeypatch.setattr(program, "compile_graph", compile_graph)
+    monkeypatch.setattr(program, "_calls_until_break_even", lambda graph: 5)
+    run = Run(model, LIVI_ELBO(4, compile="auto"), steps=14)
+    (recorded,) = run.traced._programs.values()
+    assert run.is_as(plain) and run.traced.refusal is None and len(graphs) == 1
+    assert recorded.function.is_compiled == (outcome == "right")
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
