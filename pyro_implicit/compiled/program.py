@@ -397,12 +397,14 @@ class RecordedFunction:
     def repays_compilation(self, num_calls: int) -> bool:
         """Tell whether inductor would have saved as many seconds as its compilation takes.
 
-        Whoever compiles then loses at most half of the time, however many calls follow. The seconds
-        are counted by operations and their sizes, so that equal runs are compiled at the same call.
+        However many calls follow, compiling then costs little more than it saves. The seconds are
+        counted by operations and their sizes, so that equal runs are compiled at the same call.
 
-        :param num_calls: the calls so far. Never enough without a C++ compiler, in a forked process
-            and on another device than the CPU, where a CUDA graph does most of it.
+        :param num_calls: the calls so far. Never enough without a C++ compiler, in a process of
+            ``multiprocessing``, and on a GPU, where a CUDA graph does most of it.
         """
+        if multiprocessing.parent_process() is not None:
+            return False
         if self._break_even is None:
             self._break_even = _calls_until_break_even(self.graph)
         return num_calls >= self._break_even
@@ -478,11 +480,8 @@ class RandomState:
 def _calls_until_break_even(graph: fx.Graph) -> float:
     """Return the calls after which inductor has saved the time of its compilation."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and "shape" in node.meta]
-    is_possible = (
-        shutil.which(os.environ.get("CXX", "g++")) is not None
-        and multiprocessing.parent_process() is None
-        and all(node.meta["device"].type == "cpu" for node in nodes)
-    )
+    has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+    is_possible = has_compiler and all(node.meta["device"].type == "cpu" for node in nodes)
     sizes = [node.meta["shape"].numel() for node in nodes if not _is_view(node)]
     elements = sum(size for size in sizes if size >= RECORDINGS.large_result)
     if not is_possible or elements == 0:
@@ -514,15 +513,16 @@ def compile_graph(
     :raises CompilerError: if there is no compiler, or it fails.
     """
     module, held = _without_attributes(graph, constants)
-    compiled = torch.compile(module, fullgraph=True, options={"fallback_random": True})
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            return list(compiled(*inputs, *held))
+            # Parameters and plain tensors would be compiled apart.
+            return list(compiled(*(tensor.detach() for tensor in inputs), *held))
 
     try:
         with same_streams(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about its own internals
+            compiled = torch.compile(module, fullgraph=True, options={"fallback_random": True})
             run([tensor.clone() for tensor in inputs])
     except Exception as error:  # of torch and of compilers, of many kinds
         raise CompilerError(first_line(error)) from error

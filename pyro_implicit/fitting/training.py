@@ -211,7 +211,7 @@ def train(
         first = args if batches is None else (*args, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, first, kwargs)
         scales = None if batches is None else DataScales(model, first, kwargs)
-        optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr, fused=True)
+        optimiser = _adam(list(parameters.values()), schedule.lr)
         optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
             optimisers |= loss.optimisers
@@ -265,6 +265,17 @@ def train(
             optimiser.zero_grad()  # a later SVI would add to them
             line.outcome = counted(len(state.losses), "step")
         return state.losses
+
+
+def _adam(parameters: list[Tensor], lr: float) -> torch.optim.Adam:
+    """Make an optimiser, with one kernel for a step where that is possible.
+
+    On a CPU this kernel ignores strides: the views of a tensor would be written to at other places.
+    """
+    devices = {parameter.device for parameter in parameters}
+    is_fused = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
+    is_fused &= all(one.is_contiguous() and one.is_floating_point() for one in parameters)
+    return torch.optim.Adam(parameters, lr=lr, fused=is_fused)
 
 
 def _fixed_tensors(guide: torch.nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,11 +27,12 @@ from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import Frame
-from pyro_implicit.guides.policy import FRAME, INIT_SCALE
+from pyro_implicit.guides.local_sites import LocalSite, RowStart
+from pyro_implicit.guides.policy import FRAME, INIT_SCALE, LEAST_SCALE
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import first_line, warn_user
 
-__all__ = ["find_frame", "gaussian_frame", "normal_moments"]
+__all__ = ["find_frame", "find_frame_and_rows", "gaussian_frame", "normal_moments"]
 
 
 @torch.no_grad()
@@ -151,6 +153,74 @@ def find_frame(
         whose density raises an error.
     :warns UserWarning: if the density raises an error, and for angles.
     """
+    found = _search(model, init_loc_fn, device, args, kwargs)
+    return None if found is None else found[1]
+
+
+def find_frame_and_rows(
+    model: Callable[..., Any],
+    sites: Iterable[LocalSite],
+    init_loc_fn: Callable[[dict[str, Any]], Tensor],
+    device: torch.device,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> tuple[Frame, dict[str, RowStart]] | None:
+    r"""Find a Gaussian near the posterior of all latents but those of rows, and one for rows.
+
+    Both are parts of the Gaussian that :func:`find_frame` finds for the latents of B of N rows and
+    the power B / N of the priors of the other latents u:
+
+    .. math:: p(u)^{B/N} \prod_{i \in \text{batch}} p(x_i, z_i | u)
+        \approx N(m, \Sigma).
+
+    The marginal of u is then the power B / N of that for N rows like these, so that its covariance
+    is :math:`\Sigma_{uu} B / N`. A row has :math:`E[z | u] = m_z + \Sigma_{zu} \Sigma_{uu}^{-1}
+    (u - m_u)` and the conditional variance. With the likelihood and the priors of rows to the power
+    N / B instead, small scales of these priors would be far too probable. A diagonal Gaussian, of
+    more than 100 latents, has no slopes.
+
+    :param model: a model of one minibatch.
+    :param sites: its latents of rows.
+    :param init_loc_fn: as in :func:`find_frame`, as ``device``, ``args`` and ``kwargs``.
+    :returns: the frame of the other latents, and the start of each site of ``sites``.
+    """
+    sites = list(sites)
+    share = sites[0].rows.size / (sites[0].rows.full_size or sites[0].rows.size)
+    scaled = poutine.scale(model, scale=share)
+    found = _search(scaled, init_loc_fn, device, args, kwargs)
+    if found is None:
+        return None
+    target, joint = found
+    places = target.places
+    own = {site.name: places.pop(site.name) for site in sites}
+    others = torch.cat([place.flatten() for place in places.values()])
+    loc = joint.loc[others]
+    if joint.scale is not None:
+        frame = Frame(loc, scale=math.sqrt(share) * joint.scale[others])
+        variance = joint.scale.square()
+        slopes = loc.new_zeros(target.latent_dim, len(others))
+    else:
+        assert joint.scale_tril is not None
+        covariance = joint.scale_tril @ joint.scale_tril.mT
+        factor = torch.linalg.cholesky(covariance[others][:, others])
+        frame = Frame(loc, scale_tril=math.sqrt(share) * factor)
+        slopes = torch.cholesky_solve(covariance[others], factor).mT
+        variance = covariance.diagonal() - (slopes * covariance[:, others]).sum(-1)
+    starts = {}
+    for site in sites:
+        place = own[site.name]
+        scale = variance[place].clamp(min=LEAST_SCALE**2).sqrt()
+        starts[site.name] = RowStart(joint.loc[place], scale, slopes[place])
+    return frame, starts
+
+
+def _search(
+    model: Callable[..., Any],
+    init_loc_fn: Callable[[dict[str, Any]], Tensor],
+    device: torch.device,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> tuple[Target, Frame] | None:
     if _hides_sites(model):
         return None
     try:
@@ -174,7 +244,7 @@ def find_frame(
         return None
     for name in target.turns:
         warn_of_angle(name)
-    return frame
+    return target, frame
 
 
 def _gaussian(target: Target, has_start: bool) -> Frame:

@@ -7,6 +7,7 @@ import copy
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import pyro
@@ -21,7 +22,13 @@ from torch.distributions import IndependentTransform, Transform, biject_to
 from pyro_implicit.density.checks import refuse_moving_supports, refuse_point, refuse_unfit_sites
 from pyro_implicit.density.initial_run import initialisations
 from pyro_implicit.density.model import IMPOSSIBLE, subsampled_plate, trace_model
-from pyro_implicit.guides.local_sites import LocalSite, RowNormals, find_local_sites
+from pyro_implicit.guides.local_sites import (
+    LocalSite,
+    RowNormals,
+    RowStart,
+    find_local_sites,
+    plates_of_rows,
+)
 from pyro_implicit.guides.policy import INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import refuse_counts, short_repr
@@ -33,6 +40,7 @@ from pyro_implicit.runtime.sites import (
     site_parts,
     without_sequential_plates,
 )
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "AutoDraws",
@@ -317,6 +325,22 @@ def registered(guide: AutoGuide, name: str) -> Any:
     return pyro.module(guide._pyro_get_fullname(name), module, update_module_params=True)
 
 
+class _FirstRows:
+    """The latents of rows at a guide's first call.
+
+    :param trace: of the model, for their initial values.
+    :param index: of their rows, by site.
+    :param minibatch: turns a model of all rows into one of these.
+    """
+
+    def __init__(
+        self, trace: Trace, index: dict[str, Tensor], minibatch: Callable[[Any], Any]
+    ) -> None:
+        self.trace, self.index, self.minibatch = trace, index, minibatch
+        #: A better start than the initial values of the trace, by site.
+        self.starts: dict[str, RowStart] | None = None
+
+
 class AutoDraws(DrawSummaries, AutoContinuous):
     """The base of autoguides with or without a density, such as :class:`AutoImplicit`.
 
@@ -341,6 +365,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     prototype_trace: Any
     rows: RowNormals
     _row_sites: tuple[LocalSite, ...] = ()
+    _first_rows: _FirstRows | None = None
 
     def __init__(
         self,
@@ -362,7 +387,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
             self._start.like = example_tensor(self.model, args, kwargs)
-            rows = self._find_rows(args, kwargs)
+            self._find_rows(args, kwargs)
             self._trace_prototype(args, kwargs)
             self._refuse_subsampled_latents()
             for name, site in self.prototype_trace.iter_stochastic_nodes():
@@ -371,21 +396,34 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             with torch.no_grad():
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
             self._make_parameters(*args, **kwargs)
-            if rows is not None:
-                self.rows = RowNormals(self._row_sites, rows, self.latent_dim, INIT_SCALE)
+            if self._first_rows is not None:
+                starts = self._first_rows.starts or self._initial_rows(self._first_rows.trace)
+                self.rows = RowNormals(self._row_sites, starts, self._first_rows.index)
         except BaseException:
             self.prototype_trace = None  # so that the next call raises the error again
             raise
+        finally:
+            self._first_rows = None
 
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         """Make the parameters at the first call, when the latents are known."""
 
-    def _find_rows(self, args: tuple, kwargs: dict[str, Any]) -> Trace | None:
+    def _initial_rows(self, trace: Trace) -> dict[str, RowStart]:
+        """Return the values of ``init_loc_fn``, independent of the other latents."""
+        starts = {}
+        for site in self._row_sites:
+            loc = biject_to(site.support).inv(trace.nodes[site.name]["value"]).detach()
+            loc = loc.expand(site.shape)
+            slope = loc.new_zeros(*loc.shape, self.latent_dim)
+            starts[site.name] = RowStart(loc, torch.full_like(loc, INIT_SCALE), slope)
+        return starts
+
+    def _find_rows(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find latents in subsampled plates, for which ``create_plates`` gives the rows."""
         self._row_sites = ()
         owner = self if self.master is None else self.master()  # of an AutoGuideList
         if owner is None or owner.create_plates is None:
-            return None
+            return
         with poutine.block():
             given = self._create_plates(*args, **kwargs)
         # As in SVI, the indices are those of the guide, also for a plate that the model has whole.
@@ -393,11 +431,18 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         for name, plate in given.items():
             node = {"type": "sample", "value": plate._indices, "is_observed": False, "infer": {}}
             indices.add_node(name, name=name, **node)
-        trace = trace_model(poutine.replay(self.model, trace=indices), args, kwargs)
+        minibatch = partial(poutine.replay, trace=indices)
+        trace = trace_model(minibatch(self.model), args, kwargs)
         latents = [site for site in trace.nodes.values() if is_latent(site)]
         continuous = [site for site in latents if not is_discrete_latent(site)]
-        if all(subsampled_plate(site) is None for site in continuous):
-            return None
+        # Also in a first call with all rows: later ones may have fewer, or in another order.
+        leaves = {id(leaf) for leaf in leaves_of((args, kwargs))}
+        indexed = {name for name, plate in given.items() if id(plate._indices) in leaves}
+        rows = plates_of_rows(trace) & indexed
+        frames = [frame for site in continuous for frame in site["cond_indep_stack"]]
+        is_local = any(frame.name in rows for frame in frames)
+        if not is_local and all(subsampled_plate(site) is None for site in continuous):
+            return
         self._row_sites = tuple(find_local_sites(trace))
         for site in self._row_sites:
             if site.rows.name not in given:
@@ -406,7 +451,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                     f"'{site.rows.name}', but create_plates returned only {sorted(given)}. Cure: "
                     f"pyro.plate('{site.rows.name}', {site.rows.full_size}, subsample=index)"
                 )
-        return trace
+        index = {site.name: given[site.rows.name]._indices for site in self._row_sites}
+        self._first_rows = _FirstRows(trace, index, minibatch)
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         given = self._start.init_loc_fn

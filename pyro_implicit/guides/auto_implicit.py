@@ -21,7 +21,7 @@ from torch.distributions import Transform, constraints
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import GatedMLP, as_generator
 from pyro_implicit.generators.base import Differentiable, noise_of
-from pyro_implicit.guides.affine_frame import find_frame, gaussian_frame
+from pyro_implicit.guides.affine_frame import find_frame, find_frame_and_rows, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored, registered
 from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
@@ -75,8 +75,8 @@ class AutoImplicit(AutoDraws):
         takes a Gaussian there, in about a second. ``"auto"`` is None if ``init_loc_fn`` or
         ``init_scale`` is given, and ``"mode"`` otherwise. A Gaussian autoguide of the same model,
         fitted or not, or a :class:`Frame` gives its location and scale, full or diagonal.
-    :param create_plates: as in Pyro's autoguides; see :class:`AutoDraws` for latents of rows, which
-        have no frame.
+    :param create_plates: as in Pyro's autoguides; see :class:`AutoDraws` for latents of rows. If a
+        frame is searched, they start at the mode of the first minibatch.
     :raises ValueError: for an invalid argument; at the first call, for a discrete latent, a latent
         in a subsampled plate without ``create_plates``, a generator of the wrong input or output
         size, or another guide's parameters under its names in Pyro's parameter store.
@@ -143,15 +143,18 @@ class AutoImplicit(AutoDraws):
         if frame is None or (isinstance(frame, str) and frame in ("auto", "mode")):
             if self._is_stored("loc"):  # loaded, with the frame that the guide had
                 return self._stored_frame()
-            if frame is None or (frame == "auto" and self._row_sites):
+            if frame is None:
                 return None
-            if self._row_sites:
-                raise ValueError(
-                    'frame="mode" needs the density of all latents, but a minibatch has only some '
-                    "of the latents of rows. Cure: frame=None, or a Frame"
-                )
             model = self.model.args[-1]  # inside of Pyro's InitMessenger
-            return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
+            start, device = self._start.init_loc_fn, self._init_loc().device
+            rows = self._first_rows
+            if rows is None:
+                return find_frame(model, start, device, args, kwargs)
+            found = find_frame_and_rows(
+                rows.minibatch(model), self._row_sites, start, device, args, kwargs
+            )
+            frame, rows.starts = found or (None, None)
+            return frame
         if not isinstance(frame, Frame):
             with poutine.block():  # a Laplace approximation runs its model
                 frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)

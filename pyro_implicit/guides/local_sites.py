@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroParam
-from pyro.ops.tensor_utils import periodic_repeat
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from pyro_implicit.runtime.sites import attribute_name, is_data, is_discrete_latent, is_latent
 
-__all__ = ["LocalSite", "RowNormals", "find_local_sites"]
+__all__ = ["LocalSite", "RowNormals", "RowStart", "find_local_sites", "plates_of_rows"]
 
 
 class LocalSite(NamedTuple):
@@ -52,7 +51,7 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
     :raises ValueError: for no such latents, or a name that is not a continuous latent in one plate
         of rows.
     """
-    found, rows_of_data = [], _plates_of_rows(trace)
+    found, rows_of_data = [], plates_of_rows(trace)
     for name, site in trace.nodes.items():
         if is_discrete_latent(site) and name in (names or ()):
             raise ValueError(
@@ -102,8 +101,11 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
     return found
 
 
-def _plates_of_rows(trace: Any) -> set[str]:
-    """Return the names of the subsampled plates, or without any, of those with data."""
+def plates_of_rows(trace: Any) -> set[str]:
+    """Return the names of the subsampled plates, or without any, of those with data.
+
+    :param trace: trace of the model.
+    """
     sites = [one for one in trace.nodes.values() if is_latent(one) or is_data(one)]
     frames = [(frame, is_data(one)) for one in sites for frame in one["cond_indep_stack"]]
     subsampled = {frame.name for frame, _ in frames if _is_subsampled(frame)}
@@ -112,6 +114,18 @@ def _plates_of_rows(trace: Any) -> set[str]:
 
 def _is_subsampled(frame: CondIndepStackFrame) -> bool:
     return frame.full_size not in (None, frame.size)
+
+
+class RowStart(NamedTuple):
+    """Initial values of one site's rows of a minibatch, in unconstrained space.
+
+    ``loc`` and ``scale`` have the shape of the site's values, ``slope`` ends in a dimension of the
+    other latent variables.
+    """
+
+    loc: Tensor
+    scale: Tensor
+    slope: Tensor
 
 
 class RowNormals(PyroModule):
@@ -123,25 +137,28 @@ class RowNormals(PyroModule):
     others, whose posterior would be too narrow. All rows learn B, and :math:`B_i` corrects it.
 
     :param sites: the latent variables of rows.
-    :param trace: trace of the model, for their initial values.
-    :param num_others: the number of the other latent variables.
-    :param scale: the initial :math:`\sigma_i`.
+    :param starts: initial values of the rows of a minibatch, by site. Other rows begin at their
+        mean.
+    :param index: the indices of these rows, by site.
     """
 
     def __init__(
-        self, sites: Collection[LocalSite], trace: Any, num_others: int, scale: float
+        self,
+        sites: Collection[LocalSite],
+        starts: Mapping[str, RowStart],
+        index: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
         for site in sites:
-            value = biject_to(site.support).inv(trace.nodes[site.name]["value"]).detach()
-            # Pyro's start of AutoNormal: the values of the first minibatch, again and again.
-            loc = periodic_repeat(value, site.rows.full_size, site.row_dim - value.dim()).clone()
-            setattr(self, f"loc_{site.key}", PyroParam(loc))
-            spread = PyroParam(torch.full_like(loc, scale), constraints.positive)
-            setattr(self, f"scale_{site.key}", spread)
-            slope = loc.new_zeros(*loc.shape, num_others)
-            setattr(self, f"slope_{site.key}", PyroParam(slope))
-            shared = slope.narrow(site.row_dim, 0, 1).clone()
+            loc, scale, slope = starts[site.name]
+            shared = slope.mean(site.row_dim, keepdim=True)
+            values = {"loc": loc, "scale": scale, "slope": slope - shared}
+            for name, value in values.items():
+                whole = value.mean(site.row_dim, keepdim=True)
+                whole = whole.repeat_interleave(site.rows.full_size, site.row_dim)
+                whole.index_copy_(site.row_dim, index[site.name], value)
+                support = constraints.positive if name == "scale" else constraints.real
+                setattr(self, f"{name}_{site.key}", PyroParam(whole, support))
             setattr(self, f"shared_{site.key}", PyroParam(shared))
 
     def posterior(self, site: LocalSite, step: Tensor, index: Tensor) -> dist.TorchDistribution:

@@ -60,5 +60,5 @@ MINIBATCH_INIT_SCALE = 0.05
 AMORTIZED_CONDITIONAL_SCALE = 0.05
 #: Units in each of the two hidden layers of the default encoders.
 AMORTIZED_WIDTH = 64
-#: Least standard deviation of an encoder, in unconstrained space.
+#: Least standard deviation of an encoder, and at the start of a row, in unconstrained space.
 LEAST_SCALE = 1e-4

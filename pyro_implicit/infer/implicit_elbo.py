@@ -84,11 +84,11 @@ class ImplicitELBO(StepELBO):
         up to rounding, 1.3 to 2.8 times as fast on small models. ``True``: inductor compiles the
         recording, which takes tens of seconds once and needs a C++ compiler; other processes find
         the kernels on disk. ``"auto"``: ``"trace"`` after 42 steps, without a warning if that
-        is impossible, and ``True`` once that would have paid (tensors of 131,000 elements or more,
-        on a CPU). ``False``: plain steps. The inputs of a recording are parameters and the
-        tensors among the arguments; everything else is constant. A model that cannot be recorded,
-        because it branches on a value, for example, runs plain steps, with one warning that names
-        the cause. The first, second, fourth, eighth ... recorded step is compared with a plain one.
+        is impossible, and ``True`` once the seconds that it would have saved exceed those of the
+        compilation (results of 131,000 elements or more, on a CPU). ``False``: plain steps. The
+        inputs of a recording are parameters and the tensors among the arguments; everything else is
+        constant. A model that cannot be recorded, because it branches on a value, for example, runs
+        plain steps, with one warning that names the cause. The first, second, fourth, eighth ... recorded step is compared with a plain one.
         See :doc:`/howto/compile`.
     :param kwargs: all other arguments of :class:`pyro.infer.Trace_ELBO`, such as
         ``max_plate_nesting`` (found by one run if omitted) and ``retain_graph``. The arguments for

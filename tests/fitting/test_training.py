@@ -404,3 +404,24 @@ def test_weights_that_a_prior_pulls_to_zero_do_not_become_denormal():
     train(model, guide, ImplicitELBO(1), schedule=schedule)
     found = guide.median()["weight"]
     assert (found[:2] == 0).all() and 1.05 < found[2] < 1.1
+
+
+def test_a_parameter_that_is_a_view_of_a_column():
+    """The fused kernel of Adam ignores strides, and would write beyond the column."""
+    weights = torch.zeros(3, 2)
+    module = torch.nn.Module()
+    module.column = torch.nn.Parameter(weights[:, 0])
+
+    def target():
+        pyro.sample("x", dist.Normal(torch.tensor([1.0, 2.0, 3.0]), 1.0).to_event(1))
+
+    def guide():
+        pyro.module("module", module)
+        pyro.sample("x", dist.Normal(module.column, 1.0).to_event(1))
+
+    schedule = Schedule(num_steps=200, lr=0.1)
+    train(target, guide, ImplicitELBO(4), schedule=schedule, progress=False, seed=0)
+    torch.testing.assert_close(
+        module.column.detach(), torch.tensor([1.0, 2.0, 3.0]), atol=0.1, rtol=0
+    )
+    assert torch.equal(weights[:, 1], torch.zeros(3))

@@ -204,6 +204,40 @@ def test_fit_by_minibatches_against_the_exact_posterior(tmp_path):
         assert torch.equal(first, loaded.sample(7, x[:3], index[:3])["z"])
 
 
+def test_the_first_minibatch_gives_the_start():
+    x = data()
+    index = torch.tensor([7, 2, 10, 5])
+    precision = 1 / 9 + NUM_ROWS / (SPREAD**2 + NOISE**2)
+    mean = (NUM_ROWS * x[index].mean() / (SPREAD**2 + NOISE**2) / precision).item()
+    share = NOISE**2 / (SPREAD**2 + NOISE**2)
+    guide = AutoImplicit(model, AutoregressiveGenerator, create_plates=rows_of)
+    guide(x[index], index)
+    rows, close = guide.rows, {"rtol": 1e-4, "atol": 1e-4}
+    assert guide.frame_loc.item() == pytest.approx(mean, abs=1e-4)
+    assert guide.frame_scale_tril.item() == pytest.approx(precision**-0.5, rel=1e-4)
+    loc = share * mean + (1 - share) * x[index]
+    others = torch.ones(NUM_ROWS).bool().index_fill(0, index, False)
+    torch.testing.assert_close(rows.loc_z[index], loc, **close)
+    torch.testing.assert_close(rows.loc_z[others], loc.mean().expand(8), **close)
+    torch.testing.assert_close(rows.scale_z, torch.full_like(x, share**0.5 * SPREAD), **close)
+    torch.testing.assert_close(
+        rows.slope_z + rows.shared_z, torch.full((12, 1), share).double(), **close
+    )
+
+
+@pytest.mark.parametrize("sort", [True, False])
+def test_a_first_call_with_all_rows(sort):
+    """Later calls may have fewer, as with Pyro's AutoNormal, or another order."""
+    x, index = data(), torch.randperm(NUM_ROWS)
+    first = index.sort().values if sort else index
+    guide = AutoSemiImplicit(model, create_plates=rows_of)
+    guide(x[first], first)
+    assert guide.latent_dim == 1
+    assert guide(x[index[:5]], index[:5])["z"].shape == (5,)
+    *_, loc, share, _ = exact(x)
+    torch.testing.assert_close(guide.rows.loc_z, loc, rtol=1e-3, atol=1e-3)
+
+
 def nested(x, index):
     """A positive vector of two numbers and, in one more plate, a number for each row."""
     scale = pyro.sample("scale", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
@@ -242,7 +276,6 @@ def test_every_method_trains_the_rows_of_a_minibatch(name):
     [
         ({}, r"site 'z' has one latent for each of the 12.*create_plates= with the rows"),
         ({"create_plates": lambda *_: []}, r"one latent for each row of plate 'rows', but create_"),
-        ({"create_plates": rows_of, "frame": "mode"}, r'frame="mode" needs the density of all'),
     ],
 )
 def test_refusals(options, message):

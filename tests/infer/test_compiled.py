@@ -308,14 +308,20 @@ def test_auto_records_after_some_steps_and_says_nothing(monkeypatch):
     assert "if x > 0" in run.traced.refusal
 
 
-@pytest.mark.parametrize("outcome", ["right", "wrong", "failed"])
+@pytest.mark.parametrize("outcome", ["right", "wrong", "failed", "fails later"])
 def test_auto_compiles_once_that_would_have_paid(monkeypatch, outcome):
     def compile_graph(graph, constants, inputs):
         graphs.append(graph)
         if outcome == "failed":
             raise CompilerError("no g++")
         right = program.as_function(graph, constants)
-        return right if outcome == "right" else lambda inputs: [one + 1 for one in right(inputs)]
+
+        def run(inputs):
+            if outcome == "fails later":
+                raise RuntimeError("under a dispatch mode")
+            return right(inputs) if outcome == "right" else [one + 1 for one in right(inputs)]
+
+        return run
 
     graphs = []
     plain = Run(model, LIVI_ELBO(4), steps=14)
@@ -326,6 +332,23 @@ def test_auto_compiles_once_that_would_have_paid(monkeypatch, outcome):
     (recorded,) = run.traced._programs.values()
     assert run.is_as(plain) and run.traced.refusal is None and len(graphs) == 1
     assert recorded.function.is_compiled == (outcome == "right")
+
+
+def test_a_wrong_recording_is_noticed_when_its_compilation_is_undone(monkeypatch):
+    def change(i, run):
+        settings["mean"] = float(i >= 8)  # when it is compiled, and compared
+
+    def target():
+        pyro.sample("x", dist.Normal(settings["mean"], 1.0))
+
+    settings = {}
+    monkeypatch.setattr(recording, "RECORDINGS", replace(RECORDINGS, auto_steps=3))
+    monkeypatch.setattr(
+        program, "compile_graph", lambda graph, held, inputs: program.as_function(graph, held)
+    )
+    monkeypatch.setattr(program, "_calls_until_break_even", lambda graph: 4)
+    with pytest.warns(UserWarning, match=r"\(step 10\).*disagrees with a plain one: its value is"):
+        Run(target, LIVI_ELBO(4, compile="auto"), steps=11, change=change)
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])

@@ -188,6 +188,8 @@ class _StepProgram:
         self.function, self.leaves, self.params = function, leaves, params
         self.has_gradient = has_gradient
         self.num_calls = 0
+        #: Whether the next step is compared with a plain one, as inductor has failed.
+        self.is_suspect = False
 
     def holds(self) -> bool:
         """Tell whether its parameters are still those of store and modules, and still trained."""
@@ -228,6 +230,14 @@ class _StepProgram:
             self.function.undo_compilation()
         return self.function.is_compiled
 
+    def undo_compilation(self) -> bool:
+        """Run as recorded from now on; return whether it was compiled."""
+        was_compiled = self.function.is_compiled
+        if was_compiled:
+            self.function.undo_compilation()
+            self.is_suspect = True
+        return was_compiled
+
 
 class TracedSteps:
     """The recorded steps of an ELBO with one model and guide."""
@@ -267,9 +277,16 @@ class TracedSteps:
         before = _Before(call)
         if program is None:
             return self._record(who, call, before)
-        is_due |= is_auto and program.compile_if_due(call)
+        is_due |= program.is_suspect or (is_auto and program.compile_if_due(call))
+        program.is_suspect = False
         program.show_params()
-        evaluation, is_finite, memory = program.run(call)
+        try:
+            evaluation, is_finite, memory = program.run(call)
+        except Exception:
+            before.restore()
+            if not (is_auto and program.undo_compilation()):
+                raise
+            return None
         if is_due:
             before.restore()
             return self._compare(who, call, before, program, evaluation if is_finite else None)
@@ -311,18 +328,20 @@ class TracedSteps:
         except NonFiniteError:
             before.restore()
             if found is not None:
-                cause = "a recorded step is finite where a plain one is not"
-                self.programs.give_up(who, cause, is_wrong=True)
+                self._refuse(who, program, "is finite where a plain one is not")
             return None
         if any(value is not program.params.get(name) for name, value in plain.params.items()):
             self.programs.clear()  # a new parameter: record again
         elif found is not None and (difference := found.differs_from(plain.evaluation)):
-            if self.programs.compile == "auto" and program.function.is_compiled:
-                program.function.undo_compilation()
-            else:
-                cause = f"a recorded step disagrees with a plain one: {difference}"
-                self.programs.give_up(who, cause, is_wrong=True)
+            self._refuse(who, program, f"disagrees with a plain one: {difference}")
+        elif found is None and self.programs.compile == "auto":
+            program.undo_compilation()
         return plain.evaluation
+
+    def _refuse(self, who: str, program: _StepProgram, fault: str) -> None:
+        """Give a wrong recording up; one that ``"auto"`` has compiled is tried uncompiled first."""
+        if not (self.programs.compile == "auto" and program.undo_compilation()):
+            self.programs.give_up(who, f"a recorded step {fault}", is_wrong=True)
 
 
 class _Before:
