@@ -373,6 +373,11 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
+        if not callable(model):
+            raise TypeError(
+                f"{type(self).__name__} needs a model, but got a {type(model).__name__}. Cure, if "
+                f"the class itself is the guide: SVI(model, {type(self).__name__}(model), ...)"
+            )
         self._start = FlatPriorStart(init_loc_fn)
         super().__init__(without_sequential_plates(model), init_loc_fn=self._start)
         self.create_plates = create_plates
@@ -481,8 +486,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                         f"site '{name}' has one latent for each of the {frame.full_size} elements "
                         f"of plate '{frame.name}', which subsamples {frame.size}: "
                         f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
-                        "fit(model, 'auto', ..., amortize='conditional'), AutoAmortized(model), or "
-                        "create_plates= with the rows of a minibatch"
+                        "no subsample_size, if a model of all rows is not too slow; else the "
+                        "indices of a minibatch as an argument of the model, with create_plates=, "
+                        "batches=loader with amortize='conditional', or AutoAmortized(model)"
                     )
 
     def _forget_data(self) -> None:

@@ -88,8 +88,8 @@ class ImplicitELBO(StepELBO):
         compilation (results of 131,000 elements or more, on a CPU). ``False``: plain steps. The
         inputs of a recording are parameters and the tensors among the arguments; everything else is
         constant. A model that cannot be recorded, because it branches on a value, for example, runs
-        plain steps, with one warning that names the cause. The first, second, fourth, eighth ... recorded step is compared with a plain one.
-        See :doc:`/howto/compile`.
+        plain steps, with one warning that names the cause. The first, second, fourth, eighth ...
+        recorded step is compared with a plain one. See :doc:`/howto/compile`.
     :param kwargs: all other arguments of :class:`pyro.infer.Trace_ELBO`, such as
         ``max_plate_nesting`` (found by one run if omitted) and ``retain_graph``. The arguments for
         enumeration and the jit have no effect.
@@ -102,6 +102,14 @@ class ImplicitELBO(StepELBO):
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = False
+
+    def __new__(cls, num_particles: Any = 1, *args: Any, **kwargs: Any) -> Any:
+        if callable(num_particles):  # SVI(..., loss=LIVI_ELBO) calls the class with the model
+            raise TypeError(
+                f"{cls.__name__} was called with a model, as the loss is a class. Cure: "
+                f"SVI(model, guide, optim, loss={cls.__name__}())"
+            )
+        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

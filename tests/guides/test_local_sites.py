@@ -274,7 +274,7 @@ def test_every_method_trains_the_rows_of_a_minibatch(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"site 'z' has one latent for each of the 12.*create_plates= with the rows"),
+        ({}, r"site 'z' has one latent for each of the 12.*with create_plates="),
         ({"create_plates": lambda *_: []}, r"one latent for each row of plate 'rows', but create_"),
     ],
 )

@@ -630,3 +630,17 @@ def test_counts_are_whole_numbers(count):
     message = re.escape(f"num_particles must be a whole number (int), but got {count!r}")
     with pytest.raises(ValueError, match=message):
         ImplicitELBO(count)
+
+
+def test_classes_in_place_of_instances():
+    """``SVI`` calls the class of a loss with the model, and that of a guide with the data."""
+    adam = pyro.optim.Adam({"lr": 0.01})
+    data = torch.zeros(3)
+
+    def target(data):
+        pyro.sample("data", dist.Normal(pyro.sample("x", dist.Normal(0.0, 1.0)), 1.0), obs=data[0])
+
+    with pytest.raises(TypeError, match=r"LIVI_ELBO was called with a model.*loss=LIVI_ELBO\(\)\)"):
+        SVI(target, AutoSemiImplicit(target), adam, LIVI_ELBO).step(data)
+    with pytest.raises(TypeError, match=r"got a Tensor. Cure.*AutoSemiImplicit\(model\), \.\.\."):
+        SVI(target, AutoSemiImplicit, adam, LIVI_ELBO()).step(data)
