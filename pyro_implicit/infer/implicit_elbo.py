@@ -103,8 +103,8 @@ class ImplicitELBO(StepELBO):
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = False
 
-    def __new__(cls, num_particles: Any = 1, *args: Any, **kwargs: Any) -> Any:
-        if callable(num_particles):  # SVI(..., loss=LIVI_ELBO) calls the class with the model
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if args and callable(args[0]):  # SVI(..., loss=LIVI_ELBO) calls the class with the model
             raise TypeError(
                 f"{cls.__name__} was called with a model, as the loss is a class. Cure: "
                 f"SVI(model, guide, optim, loss={cls.__name__}())"

@@ -644,3 +644,27 @@ def test_classes_in_place_of_instances():
         SVI(target, AutoSemiImplicit(target), adam, LIVI_ELBO).step(data)
     with pytest.raises(TypeError, match=r"got a Tensor. Cure.*AutoSemiImplicit\(model\), \.\.\."):
         SVI(target, AutoSemiImplicit, adam, LIVI_ELBO()).step(data)
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_network_that_no_step_trains(is_registered):
+    network = nn.Linear(2, 1)
+
+    def target():
+        pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+    def guide():
+        if is_registered:
+            pyro.module("network", network)
+        pyro.sample("x", SemiImplicit(network, 2, 0.1))
+
+    svi = SVI(target, guide, pyro.optim.Adam({"lr": 0.01}), LIVI_ELBO(4))
+    if is_registered:
+        svi.step()
+    else:
+        with pytest.warns(
+            UserWarning, match=r"shapes \[\(1,\), \(1, 2\)\].*Cure: pyro.module"
+        ) as w:
+            svi.step()
+            svi.step()
+        assert len(w) == 1

@@ -13,11 +13,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.poutine.trace_struct import Trace
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_implicit.compiled import ACTIVE, CompileMode, Same, check_mode
 from pyro_implicit.density.batched_runs import BatchedRuns
@@ -333,6 +334,8 @@ class StepELBO(Trace_ELBO):
                 for value, _, surrogate in self._losses(model, guide, args, kwargs):
                     total += value
                     if surrogate.requires_grad:
+                        if self.num_steps_taken == 1:
+                            self._warn_of_unregistered(surrogate, capture.trace)
                         if self.nonfinite == "skip":
                             _keep_gradients(surrogate, before)
                         surrogate.backward(retain_graph=self.retain_graph)
@@ -349,6 +352,20 @@ class StepELBO(Trace_ELBO):
             # With zeros in place of None, optimisers with momentum would move the parameter.
             parameter.grad = gradient if gradient is not None and gradient.any() else None
         return math.nan
+
+    def _warn_of_unregistered(self, surrogate: Tensor, params: Trace) -> None:
+        """Warn of parameters in the loss that Pyro does not know, so that SVI cannot train them."""
+        has_networks = isinstance(self, nn.Module)  # which it trains itself, as a critic
+        if has_networks or pyro.settings.get("module_local_params"):
+            return
+        known = {id(unconstrained(site)) for site in params.nodes.values()}
+        lost = [one for one in graph_leaves(surrogate) if isinstance(one, nn.Parameter)]
+        shapes = [tuple(one.shape) for one in lost if id(one) not in known]
+        if shapes:
+            warn_user(
+                f"{type(self).__name__}: SVI does not train parameters of shapes {shapes[:3]}, as "
+                "neither model nor guide registers their module. Cure: pyro.module('name', network)"
+            )
 
     def _begin_step(self) -> None:
         self.num_steps_taken += 1
