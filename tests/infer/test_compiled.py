@@ -351,6 +351,7 @@ def test_a_wrong_recording_is_noticed_when_its_compilation_is_undone(monkeypatch
         Run(target, LIVI_ELBO(4, compile="auto"), steps=11, change=change)
 
 
+@pytest.mark.filterwarnings("ignore:ImplicitELBO. SVI does not train")  # they are not registered
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_parameter_that_is_frozen_or_unfrozen_later(is_frozen):
     loc = nn.Parameter(torch.zeros(2), requires_grad=not is_frozen)

@@ -662,9 +662,7 @@ def test_a_network_that_no_step_trains(is_registered):
     if is_registered:
         svi.step()
     else:
-        with pytest.warns(
-            UserWarning, match=r"shapes \[\(1,\), \(1, 2\)\].*Cure: pyro.module"
-        ) as w:
+        with pytest.warns(UserWarning, match=r"shapes .*\(1, 2\).*Cure: pyro.module") as w:
             svi.step()
             svi.step()
         assert len(w) == 1

@@ -159,4 +159,5 @@ def test_methods_that_match_scores_report_the_surrogate(make):
     expected = value(surrogate.loss)
     assert value(elbo.loss) == expected
     if make is KSIVI_ELBO:  # in training, the others show other draws to the model
-        assert value(elbo.loss_and_grads) == expected
+        with pytest.warns(UserWarning, match="SVI does not train parameters"):  # without Pyro
+            assert value(elbo.loss_and_grads) == expected
