@@ -174,7 +174,9 @@ class _FromData(TorchFunctionMode):
 def _index(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(_index(part) for part in index)
-    return torch.tensor(index) if isinstance(index, list) else index
+    if not isinstance(index, list):
+        return index
+    return torch.tensor(index) if index else torch.tensor([], dtype=torch.long)  # as torch does
 
 
 def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

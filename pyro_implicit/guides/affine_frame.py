@@ -179,6 +179,21 @@ def find_frame_and_rows(
     N / B instead, small scales of these priors would be far too probable. A diagonal Gaussian, of
     more than 100 latents, has no slopes.
 
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import init_to_median
+    >>> from pyro_implicit.guides.local_sites import find_local_sites
+    >>> def model(x):
+    ...     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    ...     with pyro.plate("rows", 100, subsample_size=len(x)):
+    ...         pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(mean, 1.0)), 1.0), obs=x)
+    >>> x, device = torch.ones(4), torch.device("cpu")
+    >>> sites = find_local_sites(poutine.trace(model).get_trace(x))
+    >>> frame, rows = find_frame_and_rows(model, sites, init_to_median, device, (x,), {})
+    >>> rows["z"].slope.round(decimals=2).flatten(), rows["z"].scale.square().round(decimals=2)
+    (tensor([0.5000, 0.5000, 0.5000, 0.5000]), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
+
     :param model: a model of one minibatch.
     :param sites: its latents of rows.
     :param init_loc_fn: as in :func:`find_frame`, as ``device``, ``args`` and ``kwargs``.

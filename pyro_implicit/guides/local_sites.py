@@ -156,7 +156,7 @@ class RowNormals(PyroModule):
             for name, value in values.items():
                 whole = value.mean(site.row_dim, keepdim=True)
                 whole = whole.repeat_interleave(site.rows.full_size, site.row_dim)
-                whole.index_copy_(site.row_dim, index[site.name], value)
+                whole.index_copy_(site.row_dim, index[site.name].to(value.device), value)
                 support = constraints.positive if name == "scale" else constraints.real
                 setattr(self, f"{name}_{site.key}", PyroParam(whole, support))
             setattr(self, f"shared_{site.key}", PyroParam(shared))

@@ -103,14 +103,6 @@ class ImplicitELBO(StepELBO):
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = False
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if args and callable(args[0]):  # SVI(..., loss=LIVI_ELBO) calls the class with the model
-            raise TypeError(
-                f"{cls.__name__} was called with a model, as the loss is a class. Cure: "
-                f"SVI(model, guide, optim, loss={cls.__name__}())"
-            )
-        return super().__new__(cls)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for site_type in cls.site_types:

@@ -94,12 +94,12 @@ class LIVI_ELBO(ImplicitELBO):
         max_iterations: int = 50,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, **kwargs)
         refuse_unknown("log_det", log_det, "auto", "exact", "smallest", "stochastic")
         refuse_unknown("entropy", entropy, "limit", "quadratic")
         if entropy == "quadratic" and log_det not in ("auto", "exact"):
             raise ValueError(f'entropy="quadratic" needs log_det="exact", but got {log_det!r}')
         refuse_counts(num_probes=num_probes, max_iterations=max_iterations)
-        super().__init__(num_particles, **kwargs)
         self.log_det = log_det
         self.entropy = entropy
         self.num_probes = num_probes

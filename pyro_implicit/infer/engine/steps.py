@@ -173,6 +173,12 @@ class StepELBO(Trace_ELBO):
         compile: CompileMode = False,
         **kwargs: Any,
     ) -> None:
+        if callable(num_particles):  # SVI(..., loss=LIVI_ELBO) calls the class with the model
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} was called with a model, as the loss is a class. Cure: "
+                f"SVI(model, guide, optim, loss={name}())"
+            )
         refuse_counts(self.least_particles, num_particles=num_particles)
         refuse_unknown("vectorize_particles", vectorize_particles, "vmap", "plate", True, False)
         refuse_unknown("nonfinite", nonfinite, "raise", "skip")
