@@ -142,14 +142,14 @@ ROWS = [
         network("lenet", f"mlp-{units}", method, hours, value, 0, *SMALL, *words)
         for units, method, hours, value, words in (
             (400, "MAP", 0.9, 1.5, ()),
-            (400, "mean field", 2.2, 0.7, ()),
-            (400, "ensemble", 3.3, 1.5, ()),
+            (400, "mean field", 1.1, 0.7, ()),
+            (400, "ensemble", 1.8, 1.5, ()),
             # A third of the paper's epochs and fewer particles.
-            (400, "KIVI", 5.4, 3.0, ("--epochs", "100", "--particles", "4")),
-            (400, "LIVI L'", 3.4, 2.0, ("--epochs", "100", "--particles", "2")),
+            (400, "KIVI", 3.3, 3.0, ("--epochs", "100", "--particles", "4")),
+            (400, "LIVI L'", 2.0, 2.0, ("--epochs", "100", "--particles", "2")),
             (800, "MAP", 1.5, 1.0, ()),
-            (800, "KIVI", 6.0, 1.0, ("--epochs", "40", "--particles", "4")),
-            (1200, "MAP", 3.5, 0.5, ()),
+            (800, "KIVI", 3.3, 1.0, ("--epochs", "40", "--particles", "4")),
+            (1200, "MAP", 1.8, 0.5, ()),
         )
     ),
     *(
