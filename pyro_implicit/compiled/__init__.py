@@ -21,6 +21,7 @@ from pyro_implicit.compiled.program import (
     FusedFunction,
     RandomState,
     RecordedFunction,
+    has_compiler,
 )
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_recorded, is_tracing
 from pyro_implicit.runtime.messages import first_line, refuse_unknown, warn_user
@@ -41,6 +42,7 @@ __all__ = [
     "check_mode",
     "disagreement",
     "flatten_arguments",
+    "has_compiler",
     "is_recorded",
     "is_tracing",
 ]

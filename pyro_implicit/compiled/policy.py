@@ -34,7 +34,7 @@ class RecordingPolicy:
     large_result: int = 2**17
 
     #: Seconds of a compilation, however short the recording: inductor is imported and calls g++. It
-    #: takes 3 with kernels of another run on disk, and 11 to 14 without (``inductor``'s cache).
+    #: takes 3 with kernels of another run on disk, and 12 to 14 without.
     compilation: float = 10.0
 
     #: Seconds of a compilation for each operation: .01 to .02 for the perceptrons.

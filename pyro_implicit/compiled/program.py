@@ -40,6 +40,7 @@ __all__ = [
     "RecordedFunction",
     "as_function",
     "compile_graph",
+    "has_compiler",
     "simplify",
 ]
 
@@ -477,11 +478,15 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._gpus)
 
 
+def has_compiler() -> bool:
+    """Tell whether inductor's C++ compiler is there: that of ``CXX``, or g++."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 def _calls_until_break_even(graph: fx.Graph) -> float:
     """Return the calls after which inductor has saved the time of its compilation."""
     nodes = [node for node in graph.nodes if node.op == "call_function" and "shape" in node.meta]
-    has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
-    is_possible = has_compiler and all(node.meta["device"].type == "cpu" for node in nodes)
+    is_possible = has_compiler() and all(node.meta["device"].type == "cpu" for node in nodes)
     sizes = [node.meta["shape"].numel() for node in nodes if not _is_view(node)]
     elements = sum(size for size in sizes if size >= RECORDINGS.large_result)
     if not is_possible or elements == 0:

@@ -6,18 +6,17 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from shutil import which
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
+from pyro_implicit.compiled import has_compiler
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import set_up
 from pyro_implicit.fitting.held_out import HeldOut
@@ -318,7 +317,7 @@ def _walk(
     number, compile = len(next(iter(starts.values()))), stages.options["compile"]
     seconds = min(left, gradients * network.cost_ratio * target.seconds(number))
     if compile == "auto" and seconds >= network.compiled_seconds:
-        compile = True if which(os.environ.get("CXX", "g++")) else "auto"
+        compile = True if has_compiler() else "auto"
     with result.attempt(name) as line:
         plan = ChainSetup(
             Sampler(target, starts),

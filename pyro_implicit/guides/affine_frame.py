@@ -200,7 +200,7 @@ def find_frame_and_rows(
     :returns: the frame of the other latents, and the start of each site of ``sites``.
     """
     sites = list(sites)
-    share = sites[0].rows.size / (sites[0].rows.full_size or sites[0].rows.size)
+    share = sites[0].rows.size / sites[0].rows.full_size
     scaled = poutine.scale(model, scale=share)
     found = _search(scaled, init_loc_fn, device, args, kwargs)
     if found is None:

@@ -161,11 +161,11 @@ def test_long_chains_are_compiled(linear, monkeypatch, seconds):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
-    monkeypatch.setattr(network_fit, "which", lambda name: "a compiler")
+    monkeypatch.setattr(network_fit, "has_compiler", lambda: True)
     network = replace(SHORT, chain_seconds=seconds, most_gradients=10**6, compiled_seconds=10.0)
     options = {"seed": 0, "progress": False, "policy": FitPolicy(network=network)}
     fit(model, "auto", x, y, refine=True, **options)
-    monkeypatch.setattr(network_fit, "which", lambda name: None)
+    monkeypatch.setattr(network_fit, "has_compiler", lambda: False)
     fit(model, "auto", x, y, refine=True, **options)
     assert modes == [True if seconds > 10 else "auto", "auto"]
 
