@@ -14,10 +14,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.labels import element_labels
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.runtime.messages import short_repr, warn_user
 from pyro_implicit.runtime.sites import Site, is_data, unmasked_elements
 

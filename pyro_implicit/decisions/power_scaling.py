@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pyro_implicit.decisions.pointwise import refuse_point
 from pyro_implicit.decisions.policy import DECISIONS
+from pyro_implicit.density.labels import element_labels
 from pyro_implicit.density.model import compute_log_prob, trace_model
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.policy import REPORT
-from pyro_implicit.diagnostics.quantities import Function, element_labels, values_of
+from pyro_implicit.diagnostics.quantities import Function, values_of
 from pyro_implicit.export import as_datatree, as_inferencedata, joined, quiet_arviz
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import RELIABLE_KHAT

@@ -14,6 +14,7 @@ import torch
 from pyro.ops.stats import effective_sample_size, quantile, split_gelman_rubin
 from torch import Tensor
 
+from pyro_implicit.density.labels import element_labels
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.comparison import (
     Comparison,
@@ -32,7 +33,6 @@ from pyro_implicit.diagnostics.policy import CHECKS, COMPARE, REFERENCE, VERDICT
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
     describe,
-    element_labels,
     find_quantities,
     values_of,
 )

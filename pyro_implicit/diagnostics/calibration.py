@@ -19,9 +19,9 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.labels import element_labels
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.policy import MOMENTS, REPORT
-from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import Printed, Table

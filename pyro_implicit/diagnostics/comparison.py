@@ -14,7 +14,7 @@ import torch
 from pyro.ops.stats import quantile
 from torch import Tensor
 
-from pyro_implicit.diagnostics.quantities import element_labels, index_label
+from pyro_implicit.density.labels import element_labels, index_label
 from pyro_implicit.runtime.messages import Printed, Table, refuse_string, short_repr
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.cost import TracedScore
+from pyro_implicit.density.labels import coordinate_labels
 from pyro_implicit.density.mirrors import Images, with_images
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.symmetry import confirmed, find_symmetries
@@ -38,7 +39,6 @@ from pyro_implicit.diagnostics.quantities import (
     Function,
     Mixing,
     Observed,
-    coordinate_labels,
     describe,
     mixing,
     values_of,

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.bijections import with_small_shares
+from pyro_implicit.density.labels import element_labels
 from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.diagnostics.calibration import simulation_trace
-from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import refuse_string
 from pyro_implicit.runtime.progress import watch

@@ -94,12 +94,12 @@ class WindowedChains(Chains):
     )
     #: Whether another method follows, see ``ChainSetup``; checkpoints do not store it.
     has_alternative: Callable[[], bool] | None = field(default=None, repr=False)
+    #: Whether the user named the tracked quantities.
+    has_quantities: bool = False
     #: Transitions until the tuning ends.
     _left: int = 0
     _space: Space | None = field(default=None, repr=False)
     _track: Tracks = field(default=_track_nothing, repr=False)
-    #: Whether the user named the tracked quantities.
-    _has_quantities: bool = False
     #: Whether chains that have settled go on to the end of their budget.
     _spends_all: bool = False
     #: Whether `_adapt_number` has found the chains too short; it does so once.
@@ -116,7 +116,7 @@ class WindowedChains(Chains):
         :param track: maps latents and log-densities to the tracked quantities.
         :param has_quantities: whether the user named the tracked quantities.
         """
-        self._space, self._track, self._has_quantities = space, track, has_quantities
+        self._space, self._track, self.has_quantities = space, track, has_quantities
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_space": None, "_track": _track_nothing, "has_alternative": None}
@@ -215,7 +215,7 @@ class WindowedChains(Chains):
 
     def _store(self) -> None:
         latent = self.current_space.to_latent(self.points)
-        ranges = math.inf if self._has_quantities else self.policy.frame.outlier_ranges
+        ranges = math.inf if self.has_quantities else self.policy.frame.outlier_ranges
         self.history.append(latent, self._track(latent, self.state.log_density), ranges)
 
     def _move(self) -> Any:
@@ -384,7 +384,7 @@ class WindowedChains(Chains):
     def _look(self) -> None:
         is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
         self.convergence.look(
-            self.history, self.policy.stopping, is_stiff, may_be_steady=self._has_quantities
+            self.history, self.policy.stopping, is_stiff, may_be_steady=self.has_quantities
         )
 
     def _may_end(self) -> bool:

@@ -15,6 +15,7 @@ from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import beyond_resolution
+from pyro_implicit.density.labels import coordinate_labels
 from pyro_implicit.density.mirrors import Images, with_images
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.symmetry import Symmetries
@@ -30,7 +31,7 @@ from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
-from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.mcmc.stopping import Drift, slowest
 from pyro_implicit.mcmc.tempering import Annealed, ModeWeights
 from pyro_implicit.runtime.messages import Printed, Table, warn_user
 from pyro_implicit.runtime.sites import constrained_parts
@@ -364,6 +365,7 @@ def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Re
     """
     space.check(chains.points)
     latents = chains.history.draws().transpose(0, 1).contiguous()
+    drift = _stated(space.target, chains, latents)
     is_stuck = (latents == latents[:, :1]).flatten(1).all(-1) & chains.has_draws
     images: Images | None = None
     if has_images and not is_stuck.all():
@@ -389,7 +391,7 @@ def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Re
         moves=chains.moves,
         reparams=space.reparams,
         symmetries=str(chains.symmetries or ""),
-        drift=None if (drift := chains.convergence.drift) is None else drift.stated(),
+        drift=drift,
         acceptance=chains.acceptance if KERNELS[chains.kernel].exact else None,
         failed=chains.failed,
         trajectory_length=chains.adaptation.trajectory_length,
@@ -398,6 +400,20 @@ def collect(space: Space, chains: WindowedChains, has_images: bool = True) -> Re
         **_notes(images),
         policy=chains.policy.stopping,
     )
+
+
+def _stated(target: Target, chains: WindowedChains, latents: Tensor) -> Drift | None:
+    """Return the last drift, with the name of the worst latent unless chains have settled."""
+    drift = chains.convergence.drift
+    if drift is None:
+        return None
+    num_sampled = sum(target.shapes[name].numel() for name in target.sampled)
+    continuous = latents[..., : latents.shape[-1] - num_sampled]
+    is_settled = chains.stopped in ("converged", "steady")
+    # Copies of a symmetric posterior have no names, and of quantities only their errors are known.
+    if is_settled or chains.symmetries or chains.has_quantities or min(continuous.shape) < 1:
+        return drift.stated()
+    return drift.stated()._replace(slowest=coordinate_labels(target)[slowest(continuous)])
 
 
 def _add_images(

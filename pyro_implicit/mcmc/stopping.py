@@ -28,6 +28,7 @@ __all__ = [
     "drift",
     "open_errors",
     "pooled",
+    "slowest",
     "tracked",
 ]
 
@@ -73,7 +74,8 @@ class Drift(NamedTuple):
     deviation of a heavy-tailed quantity varies more than that of a normal one; its error is divided
     by that ratio, at most by 2. ``r_hat`` is the largest R-hat of values and squares, of
     ``num_chains`` chains. ``is_annealed`` marks standard errors of annealed particles, which know
-    nothing of regions that no particle has found.
+    nothing of regions that no particle has found. ``slowest`` names the latent variable that mixes
+    worst, if that is known.
     """
 
     mean: float
@@ -81,6 +83,7 @@ class Drift(NamedTuple):
     r_hat: float
     num_chains: int = DEFAULT.num_chains
     is_annealed: bool = False
+    slowest: str = ""
 
     def is_settled(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
         """Return whether all three numbers are small enough to stop."""
@@ -107,13 +110,11 @@ class Drift(NamedTuple):
         return self._replace(mean=max(self.mean, mean), sd=max(self.sd, sd))
 
     def __str__(self) -> str:
+        r_hat = f"R-hat {self.r_hat:.3f}" + f" (slowest: {self.slowest})" * bool(self.slowest)
         if self.mean >= 1:  # `open_errors` knows nothing beyond the distance of the starts
-            return f"means may be off by 1 sd or more, R-hat {self.r_hat:.3f}"
+            return f"means may be off by 1 sd or more, {r_hat}"
         unless = ", or more if annealing missed a region" if self.is_annealed else ""
-        return (
-            f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}{unless}, "
-            f"R-hat {self.r_hat:.3f}"
-        )
+        return f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}{unless}, {r_hat}"
 
 
 def drift(powers: Tensor, group: Tensor, policy: StoppingPolicy = DEFAULT.stopping) -> Drift:
@@ -224,6 +225,22 @@ def open_errors(r_hat: float) -> tuple[float, float]:
         x = math.sqrt(low * high)
         low, high = (x, high) if errors(x)[0] > r_hat**2 else (low, x)
     return errors(low)[1:]
+
+
+def slowest(draws: Tensor) -> int:
+    """Return which coordinate has the largest R-hat.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> steady, apart = torch.randn(2, 64, 10)
+    >>> slowest(torch.stack([steady, apart + 5 * torch.randn(64, 1)], -1))
+    1
+
+    :param draws: ``(num_chains, num_draws, d)``.
+    """
+    between, within = draws.mean(1).var(0), draws.var(1).mean(0)
+    return int((between / within).nan_to_num(0.0).argmax())
 
 
 def _memory(r_hat: Tensor) -> Tensor:

@@ -333,13 +333,16 @@ def bimodal():
 
 def test_separate_modes_keep_the_guides_weights_and_do_not_converge():
     def model():  # no mirror images, which images of the draws would weigh
-        x = pyro.sample("x", dist.Normal(1.0, 100.0))
+        pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        x = pyro.sample("x", dist.Normal(1.0, 100.0).expand([2]).to_event(1))[1]
         pyro.factor("modes", torch.logaddexp(-0.5 * (x - 25) ** 2, -0.5 * (x + 9) ** 2))
 
-    start = {"x": torch.tensor([-9.0, -9.1, -8.9, 25.0])}
+    x = torch.tensor([[0.0, -9.0], [100.0, -9.1], [0.0, -8.9], [50.0, 25.0]])
+    start = {"scale": torch.ones(4), "x": x}
     result = refine(model, start, num_chains=64, max_gradients=600, seed=0, progress=False)
     assert result.stopped == "max_gradients" and result.drift.r_hat > 2
-    assert (result.get_samples()["x"] < 0).double().mean() == 0.75
+    assert result.drift.slowest == "`x[1]`" and "(slowest: `x[1]`)" in str(result)
+    assert (result.get_samples()["x"][:, 1] < 0).double().mean() == 0.75
 
 
 def test_quantities_decide_when_to_stop():
