@@ -410,8 +410,9 @@ def _stated(target: Target, chains: WindowedChains, latents: Tensor) -> Drift | 
     num_sampled = sum(target.shapes[name].numel() for name in target.sampled)
     continuous = latents[..., : latents.shape[-1] - num_sampled]
     is_settled = chains.stopped in ("converged", "steady")
+    is_short = min(continuous.shape[:2]) < 2 or not continuous.shape[-1]
     # Copies of a symmetric posterior have no names, and of quantities only their errors are known.
-    if is_settled or chains.symmetries or chains.has_quantities or min(continuous.shape) < 1:
+    if is_settled or is_short or chains.symmetries or chains.has_quantities:
         return drift.stated()
     return drift.stated()._replace(slowest=coordinate_labels(target)[slowest(continuous)])
 
