@@ -463,7 +463,10 @@ def default_loss(
 
 
 def _subsamples(guide: AutoImplicit, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether the guide's model subsamples its data, or is unknown, as that of a copy."""
+    """Return whether the guide has parameters of rows, or its model subsamples its data or is
+    unknown, as that of a copy."""
+    if hasattr(guide, "rows"):
+        return True
     if vars(guide)["_model"] is None:
         warn_user(
             "a copy of a guide has no model, so default_loss cannot tell whether the model "

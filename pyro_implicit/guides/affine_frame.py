@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +19,7 @@ from pyro.infer.autoguide import (
     init_to_median,
 )
 from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_implicit.density.checks import warn_of_angle
@@ -165,19 +165,13 @@ def find_frame_and_rows(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> tuple[Frame, dict[str, RowStart]] | None:
-    r"""Find a Gaussian near the posterior of all latents but those of rows, and one for rows.
+    r"""Find a Gaussian for the latents of one minibatch's rows, and one for all other latents.
 
-    Both are parts of the Gaussian that :func:`find_frame` finds for the latents of B of N rows and
-    the power B / N of the priors of the other latents u:
-
-    .. math:: p(u)^{B/N} \prod_{i \in \text{batch}} p(x_i, z_i | u)
-        \approx N(m, \Sigma).
-
-    The marginal of u is then the power B / N of that for N rows like these, so that its covariance
-    is :math:`\Sigma_{uu} B / N`. A row has :math:`E[z | u] = m_z + \Sigma_{zu} \Sigma_{uu}^{-1}
-    (u - m_u)` and the conditional variance. With the likelihood and the priors of rows to the power
-    N / B instead, small scales of these priors would be far too probable. A diagonal Gaussian, of
-    more than 100 latents, has no slopes.
+    Both are parts of the Gaussian :math:`N(m, \Sigma)` that :func:`find_frame` finds for these
+    rows alone, without a factor for those that are not in the minibatch. The frame of the other
+    latents u is its marginal, which is as wide as so few rows leave it. A row has
+    :math:`E[z | u] = m_z + \Sigma_{zu} \Sigma_{uu}^{-1} (u - m_u)` and the conditional variance. A
+    diagonal Gaussian, for minibatches of more than 100 latents, has no slopes.
 
     **Example:**
 
@@ -199,34 +193,42 @@ def find_frame_and_rows(
     :param init_loc_fn: as in :func:`find_frame`, as ``device``, ``args`` and ``kwargs``.
     :returns: the frame of the other latents, and the start of each site of ``sites``.
     """
-    sites = list(sites)
-    share = sites[0].rows.size / sites[0].rows.full_size
-    scaled = poutine.scale(model, scale=share)
-    found = _search(scaled, init_loc_fn, device, args, kwargs)
+    found = _search(_RowsAlone()(model), init_loc_fn, device, args, kwargs)
     if found is None:
         return None
     target, joint = found
     places = target.places
     own = {site.name: places.pop(site.name) for site in sites}
-    others = torch.cat([place.flatten() for place in places.values()])
-    loc = joint.loc[others]
+    others, rows = (
+        torch.cat([place.flatten() for place in part.values()]) for part in (places, own)
+    )
+    size = len(others)
     if joint.scale is not None:
-        frame = Frame(loc, scale=math.sqrt(share) * joint.scale[others])
-        variance = joint.scale.square()
-        slopes = loc.new_zeros(target.latent_dim, len(others))
+        frame = Frame(joint.loc[others], scale=joint.scale[others])
+        slopes, scales = frame.loc.new_zeros(len(rows), size), joint.scale[rows]
     else:
         assert joint.scale_tril is not None
-        covariance = joint.scale_tril @ joint.scale_tril.mT
-        factor = torch.linalg.cholesky(covariance[others][:, others])
-        frame = Frame(loc, scale_tril=math.sqrt(share) * factor)
-        slopes = torch.cholesky_solve(covariance[others], factor).mT
-        variance = covariance.diagonal() - (slopes * covariance[:, others]).sum(-1)
-    starts = {}
-    for site in sites:
-        place = own[site.name]
-        scale = variance[place].clamp(min=LEAST_SCALE**2).sqrt()
-        starts[site.name] = RowStart(joint.loc[place], scale, slopes[place])
+        factor = torch.linalg.qr(joint.scale_tril[torch.cat([others, rows])].mT).R.mT
+        factor = factor * factor.diagonal().sign()
+        first, across = factor[:size, :size], factor[size:, :size]
+        frame = Frame(joint.loc[others], scale_tril=first)
+        slopes = torch.linalg.solve_triangular(first, across, upper=False, left=False)
+        scales = factor[size:, size:].norm(dim=-1)
+    starts, first_row = {}, 0
+    for name, place in own.items():
+        part = slice(first_row, first_row := first_row + place.numel())
+        scale = scales[part].clamp(min=LEAST_SCALE).reshape(place.shape)
+        starts[name] = RowStart(joint.loc[place], scale, slopes[part].reshape(*place.shape, size))
     return frame, starts
+
+
+class _RowsAlone(Messenger):
+    """Count each row of a subsampled plate once, and not also for those that are left out."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        for frame in msg["cond_indep_stack"]:
+            if frame.full_size not in (None, frame.size):
+                msg["scale"] = msg["scale"] * frame.size / frame.full_size
 
 
 def _search(

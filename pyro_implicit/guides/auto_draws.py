@@ -341,6 +341,13 @@ class _FirstRows:
         self.starts: dict[str, RowStart] | None = None
 
 
+def _is_among(indices: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether indices are an argument, in any integer type."""
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+    alike = [x for x in tensors if x.shape == indices.shape and not x.is_floating_point()]
+    return any(x.to(indices).equal(indices) for x in alike)
+
+
 class AutoDraws(DrawSummaries, AutoContinuous):
     """The base of autoguides with or without a density, such as :class:`AutoImplicit`.
 
@@ -355,7 +362,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     :param create_plates: a function of the model's arguments that returns plates, as in Pyro's
         autoguides. If it returns a plate with the ``subsample`` of a minibatch, latents in this
         plate are normal given the others, with parameters of each row of all data
-        (:class:`~pyro_implicit.guides.local_sites.RowNormals`).
+        (:class:`~pyro_implicit.guides.local_sites.RowNormals`), also if the first call has all rows
+        and their indices are an argument.
     :raises ValueError: at the first call, for discrete latents that cannot be enumerated, latents
         in a subsampled plate without ``create_plates`` or without unconstrained coordinates, or
         supports that depend on other latents.
@@ -366,6 +374,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     rows: RowNormals
     _row_sites: tuple[LocalSite, ...] = ()
     _first_rows: _FirstRows | None = None
+    #: Whether guides of this class can have parameters of rows.
+    _has_rows = True
 
     def __init__(
         self,
@@ -403,7 +413,13 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             self._make_parameters(*args, **kwargs)
             if self._first_rows is not None:
                 starts = self._first_rows.starts or self._initial_rows(self._first_rows.trace)
-                self.rows = RowNormals(self._row_sites, starts, self._first_rows.index)
+                rows = RowNormals(self._row_sites, starts, self._first_rows.index)
+                shapes = {name: value.shape for name, value in rows.named_parameters()}
+                refuse_stored(
+                    self,
+                    {f"rows.{n.removesuffix('_unconstrained')}": s for n, s in shapes.items()},
+                )
+                self.rows = rows
         except BaseException:
             self.prototype_trace = None  # so that the next call raises the error again
             raise
@@ -438,17 +454,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             indices.add_node(name, name=name, **node)
         minibatch = partial(poutine.replay, trace=indices)
         trace = trace_model(minibatch(self.model), args, kwargs)
-        latents = [site for site in trace.nodes.values() if is_latent(site)]
-        continuous = [site for site in latents if not is_discrete_latent(site)]
-        # Also in a first call with all rows: later ones may have fewer, or in another order.
-        leaves = {id(leaf) for leaf in leaves_of((args, kwargs))}
-        indexed = {name for name, plate in given.items() if id(plate._indices) in leaves}
-        rows = plates_of_rows(trace) & indexed
-        frames = [frame for site in continuous for frame in site["cond_indep_stack"]]
-        is_local = any(frame.name in rows for frame in frames)
-        if not is_local and all(subsampled_plate(site) is None for site in continuous):
+        self._row_sites = self._local_sites(trace, given, args, kwargs)
+        if not self._row_sites:
             return
-        self._row_sites = tuple(find_local_sites(trace))
         for site in self._row_sites:
             if site.rows.name not in given:
                 raise ValueError(
@@ -458,6 +466,32 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                 )
         index = {site.name: given[site.rows.name]._indices for site in self._row_sites}
         self._first_rows = _FirstRows(trace, index, minibatch)
+
+    def _local_sites(
+        self, trace: Trace, given: dict[str, Any], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[LocalSite, ...]:
+        """Return the latents of rows: of a minibatch, or of all rows if an argument indexes them.
+
+        :param given: the plates of ``create_plates``.
+        """
+        latents = [site for site in trace.nodes.values() if is_latent(site)]
+        continuous = [site for site in latents if not is_discrete_latent(site)]
+        rows = plates_of_rows(trace)
+        if all(subsampled_plate(site) is None for site in continuous):
+            # Later calls may have fewer rows, or in another order.
+            rows &= {name for name in given if _is_among(given[name]._indices, args, kwargs)}
+            names = [{frame.name for frame in site["cond_indep_stack"]} for site in continuous]
+            num_local = sum(not rows.isdisjoint(plates) for plates in names)
+            if not self._has_rows or not 0 < num_local < len(continuous):
+                return ()
+        found = tuple(find_local_sites(trace, row_plates=rows))
+        if len(found) == len(continuous):
+            raise ValueError(
+                f"all latents of the model are in plate '{found[0].rows.name}' of the rows, and "
+                f"{type(self).__name__} needs one outside of it. Cure: AutoAmortized(model), or "
+                "AutoNormal(model, create_plates=...) of Pyro"
+            )
+        return found
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         given = self._start.init_loc_fn

@@ -79,6 +79,8 @@ class AutoMixture(AutoDraws):
         model or with common parameters, and as :class:`AutoDraws`.
     """
 
+    _has_rows = False
+
     def __init__(
         self,
         model: Callable[..., Any],

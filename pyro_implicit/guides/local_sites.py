@@ -13,6 +13,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from pyro_implicit.guides.policy import ROW_SLOPE
 from pyro_implicit.runtime.sites import attribute_name, is_data, is_discrete_latent, is_latent
 
 __all__ = ["LocalSite", "RowNormals", "RowStart", "find_local_sites", "plates_of_rows"]
@@ -42,16 +43,21 @@ class LocalSite(NamedTuple):
         return self.shape.numel() // self.shape[self.row_dim]
 
 
-def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[LocalSite]:
+def find_local_sites(
+    trace: Any, names: Collection[str] | None = None, row_plates: Collection[str] | None = None
+) -> list[LocalSite]:
     """Find the continuous latents of single rows; the ELBO sums discrete ones out.
 
     :param trace: trace of the model.
     :param names: names of the sites; by default all in subsampled plates, or without such a plate,
         all in plates of data.
+    :param row_plates: names of the plates of rows; by default those of :func:`plates_of_rows`.
     :raises ValueError: for no such latents, or a name that is not a continuous latent in one plate
         of rows.
     """
-    found, rows_of_data = [], plates_of_rows(trace)
+    found, rows_of_data = [], row_plates
+    if rows_of_data is None:
+        rows_of_data = plates_of_rows(trace)
     for name, site in trace.nodes.items():
         if is_discrete_latent(site) and name in (names or ()):
             raise ValueError(
@@ -132,9 +138,11 @@ class RowNormals(PyroModule):
     r"""Normals of latent variables of rows, given the others, with parameters of each row.
 
     In unconstrained space, row i has
-    :math:`z_i = \mu_i + (B + B_i) (u - c) + \sigma_i \epsilon_i`, where u are the other latent
-    variables and c a point in their middle. Without slopes, the rows would be independent of the
-    others, whose posterior would be too narrow. All rows learn B, and :math:`B_i` corrects it.
+    :math:`z_i = \mu_i + (B + \beta B_i) (u - c) + \sigma_i \epsilon_i`, where u are the other
+    latent variables and c a point in their middle. Without slopes, the rows would be independent of
+    the others, whose posterior would be too narrow. All rows learn B, and :math:`B_i` corrects it.
+    The constant :math:`\beta` makes this correction slow: its noise in many rows would narrow the
+    posterior of those latent variables that the rows hardly determine.
 
     :param sites: the latent variables of rows.
     :param starts: initial values of the rows of a minibatch, by site. Other rows begin at their
@@ -152,11 +160,11 @@ class RowNormals(PyroModule):
         for site in sites:
             loc, scale, slope = starts[site.name]
             shared = slope.mean(site.row_dim, keepdim=True)
-            values = {"loc": loc, "scale": scale, "slope": slope - shared}
+            values = {"loc": loc, "scale": scale, "slope": (slope - shared) / ROW_SLOPE}
             for name, value in values.items():
                 whole = value.mean(site.row_dim, keepdim=True)
                 whole = whole.repeat_interleave(site.rows.full_size, site.row_dim)
-                whole.index_copy_(site.row_dim, index[site.name].to(value.device), value)
+                whole.index_copy_(site.row_dim, index[site.name].to(value.device).long(), value)
                 support = constraints.positive if name == "scale" else constraints.real
                 setattr(self, f"{name}_{site.key}", PyroParam(whole, support))
             setattr(self, f"shared_{site.key}", PyroParam(shared))
@@ -176,6 +184,6 @@ class RowNormals(PyroModule):
         )
         num_events = loc.dim() - num_batch
         step = step.reshape(*step.shape[:-1], *(1,) * num_events, step.shape[-1])
-        slope = slope + getattr(self, f"shared_{site.key}")
+        slope = ROW_SLOPE * slope + getattr(self, f"shared_{site.key}")
         base = dist.Normal(loc + (slope * step).sum(-1), scale).to_event(num_events)
         return dist.TransformedDistribution(base, [biject_to(site.support)])

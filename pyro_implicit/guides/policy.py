@@ -15,6 +15,7 @@ __all__ = [
     "MAX_NOISE_DIM",
     "MINIBATCH_INIT_SCALE",
     "NOISE_SCALE",
+    "ROW_SLOPE",
     "FrameSearchPolicy",
 ]
 
@@ -60,5 +61,8 @@ MINIBATCH_INIT_SCALE = 0.05
 AMORTIZED_CONDITIONAL_SCALE = 0.05
 #: Units in each of the two hidden layers of the default encoders.
 AMORTIZED_WIDTH = 64
+#: Unit of a row's own slope. With 1, Adam's noise in the slopes of 1,000 rows narrowed latents that
+#: no data determine to a fifth of their standard deviation; with .1 it is 14 % too small.
+ROW_SLOPE = 0.1
 #: Least standard deviation of an encoder, and at the start of a row, in unconstrained space.
 LEAST_SCALE = 1e-4

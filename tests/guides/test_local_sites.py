@@ -24,6 +24,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides import AutoEnsemble, Frame
+from pyro_implicit.guides.policy import ROW_SLOPE
 from pyro_implicit.runtime.global_state import seeded
 from tests.test_contract import ELBOS, NUM_PARTICLES, refusal
 
@@ -73,7 +74,8 @@ def set_exact(guide, x):
     mean, _, loc, slope, scale = exact(x)
     with torch.no_grad():
         guide.rows.loc_z.copy_(loc)
-        guide.rows.slope_z.fill_(slope)
+        guide.rows.slope_z.fill_(0.7 * slope / ROW_SLOPE)
+        guide.rows.shared_z.fill_(0.3 * slope)
         guide.rows.scale_z_unconstrained.fill_(math.log(scale))
 
 
@@ -158,11 +160,11 @@ def test_gradients_of_the_rows_of_a_minibatch(vectorize):
     values = [x + 0.3, 0.1 * x.unsqueeze(-1), 0.2 + 0.1 * x.abs()]
     with torch.no_grad():
         for name, value in zip(("loc", "slope", "scale"), values, strict=True):
-            raw = value.log() if name == "scale" else value
+            raw = {"scale": value.log(), "slope": value / ROW_SLOPE}.get(name, value)
             getattr(guide.rows, f"{name}_z_unconstrained").copy_(raw)
     loc, slope, raw = values[0], values[1].squeeze(-1), values[2].log()
-    given = [one.clone().requires_grad_() for one in (loc, slope, raw)]
-    loss = expected_loss(x, 1.0, sd, given[0], given[1], given[2].exp())
+    given = [one.clone().requires_grad_() for one in (loc, slope / ROW_SLOPE, raw)]
+    loss = expected_loss(x, 1.0, sd, given[0], ROW_SLOPE * given[1], given[2].exp())
     exact = torch.autograd.grad(NUM_ROWS / 3 * loss[index].sum(), given)
     elbo = InjectiveELBO(20_000, vectorize_particles=vectorize)
     elbo.loss_and_grads(model, guide, x[index], index)
@@ -205,24 +207,75 @@ def test_fit_by_minibatches_against_the_exact_posterior(tmp_path):
 
 
 def test_the_first_minibatch_gives_the_start():
+    """The posterior of these rows alone: wide, and the prior where they say nothing."""
+
+    def with_scale(x, index):
+        pyro.sample("scale", dist.LogNormal(x.new_tensor(-1.0), 0.7))
+        model(x, index)
+
     x = data()
     index = torch.tensor([7, 2, 10, 5])
-    precision = 1 / 9 + NUM_ROWS / (SPREAD**2 + NOISE**2)
-    mean = (NUM_ROWS * x[index].mean() / (SPREAD**2 + NOISE**2) / precision).item()
+    precision = 1 / 9 + 4 / (SPREAD**2 + NOISE**2)
+    mean = (4 * x[index].mean() / (SPREAD**2 + NOISE**2) / precision).item()
     share = NOISE**2 / (SPREAD**2 + NOISE**2)
-    guide = AutoImplicit(model, AutoregressiveGenerator, create_plates=rows_of)
+    guide = AutoImplicit(with_scale, AutoregressiveGenerator, create_plates=rows_of)
     guide(x[index], index)
     rows, close = guide.rows, {"rtol": 1e-4, "atol": 1e-4}
-    assert guide.frame_loc.item() == pytest.approx(mean, abs=1e-4)
-    assert guide.frame_scale_tril.item() == pytest.approx(precision**-0.5, rel=1e-4)
+    scales = torch.tensor([0.7, precision**-0.5]).double()
+    torch.testing.assert_close(guide.frame_loc, torch.tensor([-1.0, mean]).double(), **close)
+    torch.testing.assert_close(guide.frame_scale_tril, scales.diag(), **close)
     loc = share * mean + (1 - share) * x[index]
     others = torch.ones(NUM_ROWS).bool().index_fill(0, index, False)
     torch.testing.assert_close(rows.loc_z[index], loc, **close)
     torch.testing.assert_close(rows.loc_z[others], loc.mean().expand(8), **close)
     torch.testing.assert_close(rows.scale_z, torch.full_like(x, share**0.5 * SPREAD), **close)
-    torch.testing.assert_close(
-        rows.slope_z + rows.shared_z, torch.full((12, 1), share).double(), **close
-    )
+    slopes = torch.tensor([0.0, share]).double().expand(12, 2)
+    torch.testing.assert_close(ROW_SLOPE * rows.slope_z + rows.shared_z, slopes, **close)
+
+
+def test_the_start_of_crossed_rows_of_minibatches():
+    """Each plate leaves out another share of its rows; the Gaussian of all latents is exact."""
+
+    def crossed(x, users, items):
+        mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 1.0))
+        of_users, of_items = plates(x, users, items)
+        with of_users:
+            u = pyro.sample("u", dist.Normal(mean, 1.0))
+        with of_items:
+            v = pyro.sample("v", dist.Normal(x.new_zeros(()), 2.0))
+        with of_users, of_items:
+            pyro.sample("x", dist.Normal(u + v, 1.0), obs=x)
+
+    def plates(x, users, items):
+        return [
+            pyro.plate("users", 20, subsample=users, dim=-2),
+            pyro.plate("items", 1000, subsample=items, dim=-1),
+        ]
+
+    x, users, items = torch.randn(4, 3).double(), torch.tensor([3, 1, 9, 7]), torch.arange(5, 8)
+    guide = AutoSemiImplicit(crossed, create_plates=plates)
+    guide(x, users, items)
+    precision = torch.zeros(8, 8).double()  # of the mean, u and v
+    for row in range(4):
+        for column in range(3):
+            term = torch.zeros(8).double()
+            term[1 + row] = term[5 + column] = 1.0
+            precision += term.outer(term)
+    precision += torch.tensor([1.0] + [0.0] * 4 + [0.25] * 3).double().diag()
+    for row in range(4):
+        term = torch.zeros(8).double()
+        term[0], term[1 + row] = -1.0, 1.0
+        precision += term.outer(term)
+    covariance = precision.inverse()
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    assert guide.frame_scale_tril.item() == pytest.approx(covariance[0, 0].item() ** 0.5, rel=1e-3)
+    slopes = covariance[1:, 0] / covariance[0, 0]
+    scales = (covariance.diagonal()[1:] - slopes**2 * covariance[0, 0]).sqrt()
+    rows = guide.rows
+    torch.testing.assert_close(rows.scale_u[users].flatten(), scales[:4], **close)
+    torch.testing.assert_close(rows.scale_v[..., items].flatten(), scales[4:], **close)
+    found = ROW_SLOPE * rows.slope_u + rows.shared_u
+    torch.testing.assert_close(found[users].flatten(), slopes[:4], **close)
 
 
 @pytest.mark.parametrize("sort", [True, False])
@@ -236,6 +289,69 @@ def test_a_first_call_with_all_rows(sort):
     assert guide(x[index[:5]], index[:5])["z"].shape == (5,)
     *_, loc, share, _ = exact(x)
     torch.testing.assert_close(guide.rows.loc_z, loc, rtol=1e-3, atol=1e-3)
+
+
+def beside_groups(x, index):
+    with pyro.plate("groups", 4):
+        pyro.sample("y", dist.Normal(pyro.sample("group", dist.Normal(0.0, 1.0)), 1.0), obs=x[:4])
+    model(x, index)
+
+
+def in_parts(x, index):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("parts", 3, dim=-2), pyro.plate("rows", NUM_ROWS, subsample=index, dim=-1):
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(mean, 1.0)), 1.0), obs=x)
+
+
+def rows_alone(x, index):
+    with pyro.plate("rows", NUM_ROWS, subsample=index):
+        pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=x)
+
+
+@pytest.mark.parametrize(
+    ("one", "dim", "shape"),
+    [(model, 1, (5,)), (beside_groups, 5, (5,)), (in_parts, 1, (3, 5))],
+)
+def test_first_calls_with_all_rows_of_other_models(one, dim, shape):
+    """Also for indices that ``create_plates`` converts."""
+    x, index = data().float(), torch.arange(NUM_ROWS, dtype=torch.int32)
+    plates = {"create_plates": lambda x, index: rows_of(x, index.long()), "frame": None}
+    guide = AutoSemiImplicit(one, **plates)
+    guide(x, index)
+    assert guide.latent_dim == dim and guide(x[:5], index[:5])["z"].shape == shape
+
+
+def test_all_rows_stay_in_a_joint_guide_that_cannot_have_rows():
+    x, index = data().float(), torch.arange(NUM_ROWS)
+    guide = AutoSemiImplicit(rows_alone, create_plates=rows_of)
+    assert guide(x, index)["z"].shape == (NUM_ROWS,) and guide.latent_dim == NUM_ROWS
+    parts = [AutoSemiImplicit(model, frame=None) for _ in range(2)]
+    assert AutoMixture(model, parts, create_plates=rows_of)(x, index).keys() == {"mean", "z"}
+    with pytest.raises(ValueError, match=r"all latents .* plate 'rows'.*Cure: AutoAmortized"):
+        AutoSemiImplicit(rows_alone, create_plates=rows_of)(x[:3], index[:3])
+
+
+def test_fit_of_an_exact_guide_whose_first_call_has_all_rows():
+    """``fit`` has no paths to weigh of the rows' densities."""
+    x, index = data(), torch.arange(NUM_ROWS)
+    guide = AutoImplicit(model, AutoregressiveGenerator, create_plates=rows_of)
+    result = fit(model, guide, x, index, num_steps=20, seed=0, progress=False, refine=False)
+    assert result.sample(5, x, index)["z"].shape == (5, NUM_ROWS)
+
+
+def test_rows_of_another_guide_in_the_store():
+    AutoSemiImplicit(model, create_plates=rows_of, frame=None)(data()[:3], torch.arange(3))
+
+    def more(x, index):
+        mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 3.0))
+        with pyro.plate("rows", 20, subsample=index):
+            pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(mean, 1.0)), 1.0), obs=x)
+
+    guide = AutoSemiImplicit(
+        more, create_plates=lambda x, index: pyro.plate("rows", 20, subsample=index), frame=None
+    )
+    with pytest.raises(ValueError, match=r"rows\.loc_z' of another guide \(shape \(12,\), here"):
+        guide(data()[:3], torch.arange(3))
 
 
 def nested(x, index):
@@ -297,7 +413,10 @@ def test_members_of_an_ensemble_have_common_rows():
     guide(x, index)
     with torch.no_grad():
         guide.members = torch.tensor([[-1.0], [3.0]])
-        guide.rows.slope_z, guide.rows.shared_z = torch.full((12, 1), 0.2), torch.full((1, 1), 0.3)
+        guide.rows.slope_z, guide.rows.shared_z = (
+            torch.full((12, 1), 0.2 / ROW_SLOPE),
+            torch.full((1, 1), 0.3),
+        )
         guide.rows.scale_z = torch.full((12,), 1e-4)
     draws = guide.sample_posterior(2, x, index)
     expected = guide.rows.loc_z[:3] + 0.5 * (draws["mean"].unsqueeze(-1) - 1.0)
