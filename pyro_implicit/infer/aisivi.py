@@ -174,8 +174,8 @@ class AISIVI_ELBO(NetworkELBO):
         proposal_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_counts(num_samples=num_samples, proposal_steps=proposal_steps)
         super().__init__(num_particles, {"lr": 1e-3} | (proposal_optim or {}), **kwargs)
+        refuse_counts(num_samples=num_samples, proposal_steps=proposal_steps)
         self.num_samples = num_samples
         self.proposal_steps = proposal_steps
         self._make_proposal = proposal

@@ -80,8 +80,8 @@ class AmortizedKSD_ELBO(NetworkELBO):
         critic_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_counts(critic_steps=critic_steps)
         super().__init__(num_particles, {"lr": 1e-3} | (critic_optim or {}), **kwargs)
+        refuse_counts(critic_steps=critic_steps)
         self.critic_steps = critic_steps
         self._make_critic = critic or default_critic
 

@@ -83,8 +83,8 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
     def __init__(
         self, num_particles: int = 10, kernel: RadialKernel = "rbf", **kwargs: Any
     ) -> None:
-        refuse_unknown("kernel", kernel, "rbf", "imq")
         super().__init__(num_particles, **kwargs)
+        refuse_unknown("kernel", kernel, "rbf", "imq")
         self.kernel: RadialKernel = kernel
 
     def check_site(self, site: ImplicitSite) -> None:

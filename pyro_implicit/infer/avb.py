@@ -95,12 +95,12 @@ class AVB_ELBO(NetworkELBO):
         covariance: Covariance = "diagonal",
         **kwargs: Any,
     ) -> None:
+        optim = {"lr": 1e-3, "betas": (0.5, 0.999)} | (discriminator_optim or {})
+        super().__init__(num_particles, optim, **kwargs)
         refuse_counts(2, num_entropy_particles=num_entropy_particles)
         refuse_counts(discriminator_steps=discriminator_steps)
         refuse_unknown("contrast", contrast, "adaptive", "prior")
         refuse_unknown("covariance", covariance, "diagonal", "full")
-        optim = {"lr": 1e-3, "betas": (0.5, 0.999)} | (discriminator_optim or {})
-        super().__init__(num_particles, optim, **kwargs)
         self.num_entropy_particles = num_entropy_particles
         self.discriminator_steps = discriminator_steps
         self.contrast = contrast

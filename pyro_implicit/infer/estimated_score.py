@@ -101,13 +101,13 @@ class ScoreELBO(ImplicitELBO):
         covariance: Literal["auto"] | Covariance | None = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, **kwargs)
         if not callable(estimator) and estimator not in ESTIMATORS:
             raise ValueError(
                 f'estimator must be "spectral", "stein" or a function, but got {estimator!r}'
             )
         refuse_counts(2, num_entropy_particles=num_entropy_particles)
         refuse_unknown("covariance", covariance, "auto", "diagonal", "full", None)
-        super().__init__(num_particles, **kwargs)
         self.estimator: ScoreEstimator = estimator if callable(estimator) else ESTIMATORS[estimator]
         self.num_entropy_particles = num_entropy_particles
         self.covariance: Literal["auto"] | Covariance | None = covariance

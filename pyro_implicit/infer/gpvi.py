@@ -175,9 +175,9 @@ class GPVI_ELBO(NetworkELBO):
         helper_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, {"lr": 1e-4} | (helper_optim or {}), **kwargs)
         refuse_unknown("jacobian", jacobian, "exact", "helper")
         refuse_unknown("kernel", kernel, "rbf", "imq")
-        super().__init__(num_particles, {"lr": 1e-4} | (helper_optim or {}), **kwargs)
         self.jacobian = jacobian
         self.kernel: RadialKernel = kernel
         self._make_helper = helper

@@ -152,9 +152,9 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         num_mixing: int = 50,
         **kwargs: Any,
     ) -> None:
-        refuse_counts(critic_steps=critic_steps, num_mixing=num_mixing)
         optim = {"lr": 3e-3} | (critic_optim or {})
         NetworkELBO.__init__(self, num_particles, optim, **kwargs)
+        refuse_counts(critic_steps=critic_steps, num_mixing=num_mixing)
         self.num_mixing = num_mixing
         self.critic_steps = critic_steps
         self._make_critic = critic or default_critic

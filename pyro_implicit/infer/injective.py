@@ -192,6 +192,7 @@ class InjectiveELBO(ImplicitELBO):
         coverage: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, **kwargs)
         if not coverage >= 0:
             raise ValueError(f"coverage must be at least 0, but got {coverage}")
         refuse_unknown("path_derivative", path_derivative, True, False, "auto")
@@ -204,7 +205,6 @@ class InjectiveELBO(ImplicitELBO):
                 "coverage weights particles against each other, but num_particles is 1. Cure: "
                 "num_particles of 16 or more, or coverage=0"
             )
-        super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
 

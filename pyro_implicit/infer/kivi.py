@@ -120,6 +120,7 @@ class KIVI_ELBO(ImplicitELBO):
         covariance: Literal["auto"] | Covariance = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, **kwargs)
         refuse_counts(2, num_entropy_particles=num_entropy_particles)
         refuse_counts(num_prior_particles=num_prior_particles)
         refuse_nonpositive(ridge=ridge, clip=clip)
@@ -130,7 +131,6 @@ class KIVI_ELBO(ImplicitELBO):
         refuse_unknown("contrast", contrast, "adaptive", "prior")
         refuse_unknown("direction", direction, "forward", "reverse")
         refuse_unknown("covariance", covariance, "auto", "diagonal", "full")
-        super().__init__(num_particles, **kwargs)
         self.num_entropy_particles = num_entropy_particles
         self.num_prior_particles = num_prior_particles
         self.ridge = ridge

@@ -115,13 +115,13 @@ class KPG_ELBO(NetworkELBO):
         proposal_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, {"lr": 1e-3} | (proposal_optim or {}), **kwargs)
         if num_samples < 0 or (num_samples and num_particles % num_samples):
             raise ValueError(
                 f"num_samples must divide num_particles={num_particles}, but got {num_samples}"
             )
         refuse_unknown("kernel", kernel, "rbf", "imq")
         refuse_counts(num_mixing=num_mixing)
-        super().__init__(num_particles, {"lr": 1e-3} | (proposal_optim or {}), **kwargs)
         self.num_samples = num_samples
         self.kernel: RadialKernel = kernel
         self.num_mixing = num_mixing

@@ -194,10 +194,10 @@ class KSIVI_ELBO(ScoreMatchingELBO):
         num_mixing: int = 50,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, **kwargs)
         refuse_unknown("kernel", kernel, "rbf", "imq")
         refuse_unknown("statistic", statistic, "u", "two-batch")
         refuse_counts(num_mixing=num_mixing)
-        super().__init__(num_particles, **kwargs)
         self.kernel: RadialKernel = kernel
         self.statistic: PairStatistic = statistic
         self.num_mixing = num_mixing

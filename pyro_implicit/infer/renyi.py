@@ -110,12 +110,12 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         num_steps: int = 10,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, num_mixing, proposal, num_steps, 1, **kwargs)
         if alpha == 1 or not math.isfinite(alpha):
             raise ValueError(
                 f"alpha must be a number other than 1, but got {alpha}. Cure: at 1 the bound is "
                 "the ELBO: InjectiveELBO, LIVI_ELBO, or ImplicitELBO for guides with a density"
             )
-        super().__init__(num_particles, num_mixing, proposal, num_steps, 1, **kwargs)
         self.alpha = alpha
 
     def draw(self, q: Implicit) -> Draw:

@@ -72,8 +72,8 @@ class SIVI_ELBO(ImplicitELBO):
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_counts(num_mixing=num_mixing, chunk_size=chunk_size)
         super().__init__(num_particles, **kwargs)
+        refuse_counts(num_mixing=num_mixing, chunk_size=chunk_size)
         self.num_mixing = num_mixing
         self.chunk_size = chunk_size
 

@@ -96,11 +96,11 @@ class UIVI_ELBO(ImplicitELBO):
         num_mixing: int = 50,
         **kwargs: Any,
     ) -> None:
+        super().__init__(num_particles, **kwargs)
         refuse_counts(0, num_burnin=num_burnin)
         refuse_counts(num_samples=num_samples, num_leapfrog=num_leapfrog, num_mixing=num_mixing)
         if not 0 < target_accept < 1:
             raise ValueError(f"target_accept must lie between 0 and 1, but got {target_accept}")
-        super().__init__(num_particles, **kwargs)
         self.num_burnin = num_burnin
         self.num_samples = num_samples
         self.num_leapfrog = num_leapfrog

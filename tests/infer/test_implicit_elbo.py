@@ -18,8 +18,17 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, AutoNormalM
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, SemiImplicit
+from pyro_implicit import (
+    LIVI_ELBO,
+    AutoAmortized,
+    AutoImplicit,
+    AutoSemiImplicit,
+    SemiImplicit,
+    infer,
+)
+from pyro_implicit.guides import AutoEnsemble
 from pyro_implicit.infer import AmortizedSVGD_ELBO, ImplicitELBO, NonFiniteError
+from pyro_implicit.infer.engine.steps import StepELBO
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -632,37 +641,70 @@ def test_counts_are_whole_numbers(count):
         ImplicitELBO(count)
 
 
-def test_classes_in_place_of_instances():
-    """``SVI`` calls the class of a loss with the model, and that of a guide with the data."""
-    adam = pyro.optim.Adam({"lr": 0.01})
-    data = torch.zeros(3)
+def of_two_numbers(data):
+    loc = pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    pyro.sample("data", dist.Normal(loc[0], 1.0), obs=data[0])
 
-    def target(data):
-        pyro.sample("data", dist.Normal(pyro.sample("x", dist.Normal(0.0, 1.0)), 1.0), obs=data[0])
 
-    with pytest.raises(TypeError, match=r"LIVI_ELBO was called with a model.*loss=LIVI_ELBO\(\)\)"):
-        SVI(target, AutoSemiImplicit(target), adam, LIVI_ELBO).step(data)
+LOSSES = [
+    one
+    for name in infer.__all__
+    if isinstance(one := getattr(infer, name), type) and issubclass(one, StepELBO)
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_class_in_place_of_a_loss(loss):
+    """``SVI`` calls it with model and guide."""
+    svi = SVI(of_two_numbers, AutoNormal(of_two_numbers), pyro.optim.Adam({"lr": 0.01}), loss)
+    with pytest.raises(TypeError, match=rf"{loss.__name__} was called with a model.*Cure.*loss="):
+        svi.step()
+
+
+@pytest.mark.parametrize("guide", [AutoSemiImplicit, AutoAmortized, AutoEnsemble, AutoNormal])
+def test_a_class_in_place_of_a_guide(guide):
+    """``SVI`` calls it with the data."""
+    svi = SVI(of_two_numbers, guide, pyro.optim.Adam({"lr": 0.01}), ImplicitELBO())
+    with pytest.raises(TypeError, match=rf"the class {guide.__name__}. Cure.*\(model\), \.\.\."):
+        svi.step(torch.zeros(3))
     with pytest.raises(TypeError, match=r"got a Tensor. Cure.*AutoSemiImplicit\(model\), \.\.\."):
-        SVI(target, AutoSemiImplicit, adam, LIVI_ELBO()).step(data)
+        SVI(of_two_numbers, AutoSemiImplicit, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO()).step(
+            torch.zeros(3)
+        )
 
 
-@pytest.mark.parametrize("is_registered", [True, False])
-def test_a_network_that_no_step_trains(is_registered):
+@pytest.mark.parametrize("known_as", ["module", "hidden", "argument", "nothing"])
+@pytest.mark.parametrize("vectorize", ["vmap", False])
+def test_a_network_that_no_step_trains(known_as, vectorize):
+    """Only ``SVI`` without any word of it is a mistake; each pair is searched once."""
     network = nn.Linear(2, 1)
 
-    def target():
+    def target(weight=None):
         pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
 
-    def guide():
-        if is_registered:
+    def guide(weight=None):
+        if known_as in ("module", "hidden"):
             pyro.module("network", network)
         pyro.sample("x", SemiImplicit(network, 2, 0.1))
 
-    svi = SVI(target, guide, pyro.optim.Adam({"lr": 0.01}), LIVI_ELBO(4))
-    if is_registered:
-        svi.step()
-    else:
-        with pytest.warns(UserWarning, match=r"shapes .*\(1, 2\).*Cure: pyro.module") as w:
-            svi.step()
-            svi.step()
+    args = tuple(network.parameters()) if known_as == "argument" else ()
+    elbo = LIVI_ELBO(4, vectorize_particles=vectorize)
+
+    def step():
+        hide = ["param"] if known_as == "hidden" else []
+        shown = poutine.block(guide, hide_types=hide) if hide else guide
+        elbo.loss_and_grads(target, shown, *args)
+
+    if known_as == "argument":
+        target, guide = (lambda w, b, run=run: run(w) for run in (target, guide))
+    if known_as == "hidden":
+        guide()
+    if known_as != "nothing":
+        step()
+        return
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"shapes .*\(1, 2\).*Cure.*: pyro.module") as w:
+            step()
+            step()
         assert len(w) == 1
+        elbo.loss(target, lambda weight=None: guide())  # another pair

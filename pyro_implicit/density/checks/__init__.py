@@ -69,7 +69,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
         found = f"all that it samples is observed ({names})" if names else "it samples nothing"
         raise RuntimeError(
             f"the model has no latent sites: {found}. Cure: pyro.sample without obs= for the "
-            "quantities to be inferred, or, if poutine.block hides them all, other names; train a "
+            "quantities to be inferred, or expose some if poutine.block hides them all; train a "
             "model that has only pyro.param by "
             "SVI(model, lambda *args, **kwargs: None, optim, Trace_ELBO())"
         )

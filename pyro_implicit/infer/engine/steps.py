@@ -37,6 +37,7 @@ from pyro_implicit.infer.engine.traces import (
 from pyro_implicit.runtime.global_state import refuse_outer_plates, same_streams
 from pyro_implicit.runtime.messages import first_line, refuse_counts, refuse_unknown, warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = ["ElboState", "Pair", "StepELBO"]
 
@@ -57,7 +58,8 @@ class ElboState:
     before the first run; ``implicit_sites`` and ``checked_sites`` name its implicit sites, and
     the sites that have passed a method's checks.
     ``structures`` are the latent variables of model and guide that have been compared;
-    ``folded_sites`` names sites of which a warning was issued.
+    ``folded_sites`` names sites of which a warning was issued, and ``knows_parameters`` says
+    whether the loss was searched for parameters that Pyro does not know.
 
     ``memory`` is what a method keeps from step to step, by purpose and site: tensors, named tuples
     of tensors, or other values that a recorded step does not change. ``optimisers`` train a
@@ -72,6 +74,7 @@ class ElboState:
     checked_sites: set[str] = field(default_factory=set)
     folded_sites: set[str] = field(default_factory=set)
     structures: set[tuple[frozenset[str], frozenset[str]]] = field(default_factory=set)
+    knows_parameters: bool = False
     unchanged: set[tuple] = field(default_factory=set)
     memory: dict[tuple[str, str], Any] = field(default_factory=dict)
     optimisers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
@@ -239,6 +242,9 @@ class StepELBO(Trace_ELBO):
     def _bind(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Forget another model or guide, and run a new pair once."""
         refuse_outer_plates(type(self).__name__)
+        if inspect.isclass(guide):
+            name = guide.__name__
+            raise TypeError(f"the guide is the class {name}. Cure: SVI(model, {name}(model), ...)")
         if self._pair is not None and not self._pair.has(model, guide):
             self._forget(guide)
         if self.state.value_ndims is not None:
@@ -340,8 +346,8 @@ class StepELBO(Trace_ELBO):
                 for value, _, surrogate in self._losses(model, guide, args, kwargs):
                     total += value
                     if surrogate.requires_grad:
-                        if self.num_steps_taken == 1:
-                            self._warn_of_unregistered(surrogate, capture.trace)
+                        if not self.state.knows_parameters:
+                            self._warn_of_unregistered(surrogate, capture.trace, (args, kwargs))
                         if self.nonfinite == "skip":
                             _keep_gradients(surrogate, before)
                         surrogate.backward(retain_graph=self.retain_graph)
@@ -359,18 +365,23 @@ class StepELBO(Trace_ELBO):
             parameter.grad = gradient if gradient is not None and gradient.any() else None
         return math.nan
 
-    def _warn_of_unregistered(self, surrogate: Tensor, params: Trace) -> None:
+    def _warn_of_unregistered(self, surrogate: Tensor, params: Trace, inputs: Any) -> None:
         """Warn of parameters in the loss that Pyro does not know, so that SVI cannot train them."""
-        has_networks = isinstance(self, nn.Module)  # which it trains itself, as a critic
-        if has_networks or pyro.settings.get("module_local_params"):
+        self.state.knows_parameters = True
+        if pyro.settings.get("module_local_params"):
             return
         known = {id(unconstrained(site)) for site in params.nodes.values()}
+        known |= {id(one) for _, one in pyro.get_param_store().named_parameters()}  # also hidden
+        known |= {id(leaf) for leaf in leaves_of(inputs)}
+        if isinstance(self, nn.Module):  # it trains networks of its own, such as a critic
+            known |= {id(one) for one in self.parameters()}
         lost = [one for one in graph_leaves(surrogate) if isinstance(one, nn.Parameter)]
         shapes = [tuple(one.shape) for one in lost if id(one) not in known]
         if shapes:
             warn_user(
                 f"{type(self).__name__}: SVI does not train parameters of shapes {shapes[:3]}, as "
-                "neither model nor guide registers their module. Cure: pyro.module('name', network)"
+                "neither model nor guide registers their module. Cure, unless something else "
+                "trains them: pyro.module('name', network)"
             )
 
     def _begin_step(self) -> None:
