@@ -100,13 +100,16 @@ class ImplicitELBO(StepELBO):
 
     #: The implicit distributions that the subclass can train.
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
+    #: Those of them that messages recommend this ELBO for.
+    recommended_for: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for site_type in cls.site_types:
-            site_type.trained_by.append(cls.__name__)
+            place = 0 if site_type in cls.recommended_for else len(site_type.trained_by)
+            site_type.trained_by.insert(place, cls.__name__)
 
     def __repr__(self) -> str:
         """Return the number of particles and the settings that differ from the defaults."""
@@ -163,8 +166,8 @@ class ImplicitELBO(StepELBO):
             raise ValueError(
                 f"{type(self).__name__} cannot train site '{name}', whose distribution is "
                 f"{type(implicit).__name__}. Cure: use one of "
-                f"{', '.join(implicit.trained_by) or 'the ELBOs made for it'}, or give the site a "
-                f"{' or '.join(t.__name__ for t in self.site_types) or 'density'}"
+                f"{', '.join(implicit.trained_by) or 'the ELBOs made for it'}, or change "
+                f"the site to {' or '.join(t.__name__ for t in self.site_types) or 'a density'}"
             )
 
     def _get_traces(

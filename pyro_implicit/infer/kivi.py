@@ -106,6 +106,7 @@ class KIVI_ELBO(ImplicitELBO):
     """
 
     site_types = (Implicit, SemiImplicit)
+    recommended_for = (Implicit,)
 
     def __init__(
         self,

@@ -84,6 +84,7 @@ class LIVI_ELBO(ImplicitELBO):
     """
 
     site_types = (SemiImplicit,)
+    recommended_for = (SemiImplicit,)
 
     def __init__(
         self,
