@@ -137,11 +137,17 @@ def lenets() -> list[Comparison]:
     return rows
 
 
+PERCEPTRON_ROWS = (
+    *("MAP", "mean field", "ensemble", "KIVI", "KIVI, adaptive contrast"),
+    *("injective", "LIVI L'", "LIVI L', fixed widths"),
+)
+
+
 def perceptrons() -> list[Comparison]:
     """KIVI's section 6.2.2."""
     rows = []
     for network, error in lenet.KIVI_PAPER.items():
-        for method in ("MAP", "mean field", "ensemble", "KIVI", "injective", "LIVI L'"):
+        for method in PERCEPTRON_ROWS:
             files = (f"paper_{network}", f"networks_{network}")
             where, paper = {"subset": None, "row": method}, str(error) if method == "KIVI" else ""
             measures = {"error, %": (error_rate, 2)}

@@ -99,16 +99,22 @@ def linearised(run: Run, log_det: Any) -> LIVI_ELBO:
     )
 
 
-def livi(run: Run, log_det: Any) -> Posterior:
+def livi(run: Run, log_det: Any, has_fixed_widths: bool = False) -> Posterior:
+    """The generator moves all weights; with fixed widths, no weight has a scale of its own."""
     model = run.model(run.seed)
     guide = AutoSemiImplicit(
         model, run.matrices, init_loc_fn=start_of(model), frame=None, init_scale=INIT_SCALE
     )
-    run.fit(model, guide, linearised(run, log_det), f"livi-{log_det}")
+    name = f"livi-{log_det}"
+    if has_fixed_widths:
+        guide(*next(iter(run.loader)))
+        guide.scale_unconstrained.requires_grad_(False)
+        name += "-fixed"
+    run.fit(model, guide, linearised(run, log_det), name)
     return model, guide
 
 
-def kivi(run: Run) -> Posterior:
+def kivi(run: Run, **options: Any) -> Posterior:
     """One guide for each layer."""
     model = run.model(run.seed)
     guide, start = AutoGuideList(model), start_of(model)
@@ -121,8 +127,8 @@ def kivi(run: Run) -> Posterior:
             AutoImplicit(part, run.matrices, init_loc_fn=start, frame=None, init_scale=INIT_SCALE)
         )
     # The paper has ten draws for both terms.
-    loss = KIVI_ELBO(run.args.particles or 4, num_entropy_particles=10)
-    run.fit(model, guide, loss, "kivi")
+    loss = KIVI_ELBO(run.args.particles or 4, num_entropy_particles=10, **options)
+    run.fit(model, guide, loss, "-".join(["kivi", *map(str, options.values())]))
     return model, guide
 
 
@@ -166,8 +172,10 @@ METHODS: dict[str, Callable[[Run], Posterior]] = {
     "mean field": mean_field,
     "low rank": low_rank,
     "LIVI L'": lambda run: livi(run, "stochastic"),
+    "LIVI L', fixed widths": lambda run: livi(run, "stochastic", has_fixed_widths=True),
     "LIVI L''": lambda run: livi(run, "smallest"),
-    "KIVI": kivi,
+    "KIVI": lambda run: kivi(run, contrast="prior", direction="reverse", clip=1e-8),
+    "KIVI, adaptive contrast": kivi,
     "GPVI": lambda run: residual(run, GPVI_ELBO(run.args.particles or 4), "gpvi"),
     "injective": lambda run: residual(run, InjectiveELBO(run.args.particles or 2), "injective"),
     "mixture": mixture,

@@ -34,7 +34,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:the chains ran for only")  # so few epochs
 @pytest.mark.parametrize(
-    "row", ["mixture", "ensemble", "last-layer Laplace", "KIVI", "GPVI", "MAP, refined"]
+    "row",
+    [
+        *("mixture", "ensemble", "last-layer Laplace", "KIVI", "GPVI", "MAP, refined"),
+        "LIVI L', fixed widths",
+    ],
 )
 def test_methods(row, folder, monkeypatch):
     """The others are parts of these."""
