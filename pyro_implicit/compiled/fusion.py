@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -131,7 +131,9 @@ class _Planner:
         """Return the steps, the inputs, and the function that reads the outputs."""
         for unit in self._ordered(self._refined(self._groups)):
             node = unit[0]
-            if len(unit) > 1:
+            if len(unit) > 1 and node in self.sums:
+                self._add_sums(unit)
+            elif len(unit) > 1:
                 self._add_group(unit)
             elif node in self.sums:
                 signed = (sorted(terms, key=self._row) for terms in self.sums[node])
@@ -186,10 +188,11 @@ class _Planner:
         target = node.target
         if (part := _part_of(node)) is not None and node not in self.fixed:
             return *part[:2], node.meta["shape"]
+        if node in self.sums:
+            return "sum", *map(len, self.sums[node]), _kind(node)
         if (
             not isinstance(target, Operation)
             or node in self.fixed
-            or node in self.sums
             or "shape" not in node.meta
             or any(isinstance(arg, fx.Node) for arg in node.kwargs.values())
         ):
@@ -253,12 +256,21 @@ class _Planner:
         for group in self._ordered(groups):
             parts: dict[Any, list[Node]] = defaultdict(list)
             for node in group:
-                parts[tuple(own.get(one) for one in node.all_input_nodes)].append(node)
-            for part in parts.values():
-                if len(part) >= RECORDINGS.fused_nodes:
+                parts[self._origin(node, own)].append(node)
+            for origin, part in parts.items():
+                if origin is not None and len(part) >= RECORDINGS.fused_nodes:
                     refined.append(part)
                     own.update(dict.fromkeys(part, part[0]))
         return refined
+
+    def _origin(self, node: Node, own: dict[Node, Any]) -> Any:
+        """Return the groups of a node's operands; None for a sum with a term in no group."""
+        if node not in self.sums:
+            return tuple(own.get(one) for one in node.all_input_nodes)
+        counts = [Counter(own.get(one) for one in terms) for terms in self.sums[node]]
+        if any(None in count for count in counts):
+            return None
+        return tuple(frozenset(count.items()) for count in counts)
 
     def _ordered(self, groups: list[list[Node]]) -> list[list[Node]]:
         """Return groups and single nodes, each after what it needs."""
@@ -345,6 +357,25 @@ class _Planner:
             self._add(key, run, args, kwargs)
         self.size[key] = len(group)
         self.place.update((node, (key, i)) for i, node in enumerate(group))
+
+    def _add_sums(self, sums: list[Node]) -> None:
+        """Add sums whose terms are rows of the same stacked tensors, such as moving sums."""
+        key, signed = ("group", sums[0]), ([], [])  # type: tuple, tuple[list[_Value], list[_Value]]
+        for sign, pieces in enumerate(signed):
+            rows: dict[Any, list[int]] = defaultdict(list)
+            for node in sums:
+                for group, row in sorted(
+                    (self.place[term] for term in self.sums[node][sign]), key=lambda place: place[1]
+                ):
+                    rows[group].append(row)
+            for group, some in rows.items():
+                piece = "sums", sums[0], sign, group
+                index = torch.tensor(some, device=sums[0].meta["device"])
+                self._add(piece, _take, (_Value(group), 0, index, len(some) // len(sums)))
+                pieces.append(_Value(piece))
+        self._add(key, functools.partial(_sum, dim=1), signed)
+        self.size[key] = len(sums)
+        self.place.update((node, (key, i)) for i, node in enumerate(sums))
 
     def _row(self, node: Node) -> int:
         """Return the row of a node or of its first stacked operand, to keep the order of rows."""
@@ -476,8 +507,8 @@ def _take(source: Tensor, dim: int, index: Tensor | slice, length: int | None = 
     return source.movedim(dim, 0)
 
 
-def _sum(terms: list[Tensor], subtracted: list[Tensor]) -> Tensor:
-    added, taken = ([piece.sum(0) for piece in pieces] for pieces in (terms, subtracted))
+def _sum(terms: list[Tensor], subtracted: list[Tensor], dim: int = 0) -> Tensor:
+    added, taken = ([piece.sum(dim) for piece in pieces] for pieces in (terms, subtracted))
     return functools.reduce(torch.sub, [functools.reduce(torch.add, added), *taken])
 
 

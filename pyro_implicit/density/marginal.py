@@ -50,6 +50,12 @@ class SplitSites:
         self.dim, self.num_integrated = len(self._rest_index), len(self._own_index)
         self.init_loc = like[self._rest_index].double()
 
+    def _vectors(self, rest: Tensor, own: Tensor) -> Tensor:
+        """Return vectors of all latent variables, ``(num_points, latent_dim)``."""
+        whole = own.new_zeros(len(own), self.target.latent_dim)
+        whole = whole.index_copy(1, self._rest_index, rest.to(own))
+        return whole.index_copy(1, self._own_index, own)
+
 
 class Marginal(SplitSites, ABC):
     """The density of the remaining latent variables, and draws of the integrated ones.
@@ -90,12 +96,6 @@ class Marginal(SplitSites, ABC):
         """
         points = nearby(self.init_loc, SEARCH.num_draws)
         return estimated_seconds(lambda: self.evaluate(points, with_score)) / len(points)
-
-    def _vectors(self, rest: Tensor, own: Tensor) -> Tensor:
-        """Return vectors of all latent variables, ``(num_points, latent_dim)``."""
-        whole = own.new_zeros(len(own), self.target.latent_dim)
-        whole = whole.index_copy(1, self._rest_index, rest.to(own))
-        return whole.index_copy(1, self._own_index, own)
 
     def __call__(self, rest: Tensor) -> Tensor:
         """Return the marginal log-density, differentiable twice, ``(num_points,)``.

@@ -369,6 +369,11 @@ class Target:
             log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
         return log_prob.masked_fill(log_prob.isnan(), -math.inf)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether a recorded model is evaluated, for which vectors are faster than their parts."""
+        return self._fused is not None and self._fused.refusal is None
+
     def log_prob_by_site(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Return the log-density, differentiable, at coordinates that are given by site.
 
@@ -389,7 +394,7 @@ class Target:
         :returns: ``(num_draws,)``, as :meth:`log_prob`; but gradients may be NaN where it is -inf.
         """
         ordered = {name: parts[name] for name in self.shapes}
-        if self._fused is not None and self._fused.refusal is None:
+        if self.is_fused:
             flat = [part.reshape(len(part), -1) for part in ordered.values()]
             return self.log_prob(torch.cat(flat, -1))
         log_prob = self._by_parts(ordered)

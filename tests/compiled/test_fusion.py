@@ -38,6 +38,18 @@ def split(x):
     return [torch.cat([part.exp() for part in parts]), sum(part.sum() for part in parts[2:])]
 
 
+def moving_sums(x):
+    """Each with terms of two groups and of both signs, and in an order of its own."""
+    parts = x.split([1] * N)
+    waves = [part.sin() for part in parts]
+    total = 0.0
+    for t in range(12, N):
+        sign = -1.0 if t % 2 else 1.0
+        near = sum(reversed(waves[t - 9 : t])) if t % 3 else sum(waves[t - 9 : t])
+        total = total + (sign * (near - parts[t] - parts[t - 12] + parts[t - 2])).exp().sum()
+    return [total]
+
+
 def in_place(x):
     made = torch.zeros(N, dtype=x.dtype)
     for i in range(N):
@@ -62,7 +74,7 @@ def without_rules(x):
     return [sum(aten.copy(row, slope.float()) for slope in slopes)]
 
 
-SEVERAL = [loop, reversed_loop, recurrence, alternating, split]
+SEVERAL = [loop, reversed_loop, recurrence, alternating, split, moving_sums]
 FUNCTIONS = [*SEVERAL, in_place, mixed_types, random, without_rules]
 
 
@@ -94,6 +106,13 @@ def test_gradients(function):
     )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert fused.num_steps < fused.num_nodes
+
+
+def test_moving_sums_run_as_one():
+    x = torch.randn(N, dtype=torch.float64)
+    recorder = record(lambda: moving_sums(x), [x])
+    fused = FusedGraph(recorder)
+    assert fused.num_nodes > 8 * (N - 12) and fused.num_steps < N
 
 
 def test_recorded_gradient_of_a_loop():
