@@ -22,6 +22,7 @@ from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.policy import REPORT
 from pyro_implicit.export import as_datatree, as_inferencedata, model_groups, quiet_arviz
+from pyro_implicit.ops.policy import RELIABLE_KHAT
 from pyro_implicit.runtime.messages import Printed, Table, refuse_no_probability, short_repr
 
 if TYPE_CHECKING:
@@ -74,14 +75,17 @@ class SiteCheck:
     :ivar replicated: data drawn from the model, ``(num_draws, num_observations, *event_shape)``.
     :ivar statistics: test statistics by name.
     :ivar pit: probability integral transform of each value, ``(num_values,)``: uniform if the
-        predictions are calibrated. In a posterior check, it is that of leave-one-out predictions.
+        predictions are calibrated. In a posterior check, it is that of leave-one-out predictions,
+        of observations for which these are reliable.
     :ivar pit_ecdf: the distribution function of ``pit`` minus that of a uniform variable, with a
-        simultaneous 95 % band (Säilynoja et al., 2022).
+        simultaneous 95 % band (Säilynoja et al., 2022); None without a value.
     :ivar frequencies: of counts, the rootogram: square roots of the frequencies, with 95 %
         intervals of the replicated ones.
     :ivar residuals: of binary data, mean residuals in bins of the predicted probability, with two
         standard errors.
     :ivar is_prior: whether the data were drawn from the prior, which need not be calibrated.
+    :ivar num_unreliable: observations without which the posterior is another: importance weights
+        cannot give their leave-one-out predictions (Pareto k-hat above .7).
     """
 
     kind: Literal["continuous", "count", "binary"]
@@ -89,14 +93,15 @@ class SiteCheck:
     replicated: Tensor
     statistics: dict[str, Statistic]
     pit: Tensor
-    pit_ecdf: Band
+    pit_ecdf: Band | None
     frequencies: Band | None = None
     residuals: Band | None = None
     is_prior: bool = False
+    num_unreliable: int = 0
     __repr__ = short_repr
 
     def coverage(self, mass: float) -> float:
-        """Return the share of the values inside of their central predictive intervals.
+        """Return the share of the values of ``pit`` inside of their central predictive intervals.
 
         :param mass: the probability of the intervals.
         :raises ValueError: for a ``mass`` outside of (0, 1).
@@ -115,6 +120,11 @@ class SiteCheck:
         return self.replicated.double().quantile(tails, dim=0)
 
     @property
+    def is_judged(self) -> bool:
+        """Whether nearly all observations have reliable leave-one-out predictions."""
+        return self.num_unreliable <= DECISIONS.most_unreliable * len(self.observed)
+
+    @property
     def faults(self) -> list[str]:
         """What the model does not reproduce, in words."""
         found = [
@@ -124,7 +134,7 @@ class SiteCheck:
         ]
         if self.is_prior:
             return found
-        if self.pit_ecdf.num_outside:
+        if self.is_judged and self.pit_ecdf is not None and self.pit_ecdf.num_outside:
             found.append("predictions are not calibrated: the PIT-ECDF leaves its 95 % band")
         # Twice the share of points that chance alone puts outside of their intervals.
         limit = 2 * (1 - DECISIONS.band_mass)
@@ -158,7 +168,13 @@ class PredictiveCheck(Printed):
             shares = " and ".join(
                 f"{site.coverage(m):.0%} of the values in {m:.0%} intervals" for m in (0.5, 0.9)
             )
-            yield f"  {shares}"
+            if len(site.pit):
+                yield f"  {shares}"
+            if site.num_unreliable:
+                yield (
+                    "  not counted, as the posterior without them is another (k-hat above .7): "
+                    f"{site.num_unreliable}" + "; calibration is not judged" * (not site.is_judged)
+                )
             yield from (f"  ! {fault}" for fault in site.faults)
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
@@ -182,7 +198,8 @@ class PredictiveCheck(Printed):
                 data.set(xlabel=name, ylabel="square root of frequency")
             else:
                 self._draw_densities(data, name, site)
-            _draw(pit, site.pit_ecdf, "-")
+            if site.pit_ecdf is not None:
+                _draw(pit, site.pit_ecdf, "-")
             pit.set(xlabel="PIT", ylabel="ECDF - uniform")
             label, first = next(iter(site.statistics.items()))
             statistic.hist(first.replicated, bins=REPORT.num_bins, color="0.8")
@@ -259,10 +276,14 @@ def predictive_check(
 
 
 def _left_out_weights(target: Target, draws: Mapping[str, Tensor]) -> Tensor:
-    """Return normalised weights of the draws, ``(num_observations, num_draws)``."""
+    """Return normalised weights of the draws, ``(num_observations, num_draws)``, or NaN for an
+    observation without reliable ones."""
     logs = Pointwise.of(target, draws).log_likelihood.flatten(0, 1)
     with quiet_arviz() as arviz:
-        return torch.from_numpy(arviz.psislw(-logs.T.numpy())[0]).exp()
+        weights, khat = map(torch.from_numpy, arviz.psislw(-logs.T.numpy()))
+    is_constant = (logs == logs[0]).all(0)  # equal weights have no tail
+    is_reliable = (khat <= RELIABLE_KHAT) | is_constant
+    return weights.exp().masked_fill(~is_reliable.unsqueeze(-1), math.nan)
 
 
 def _check(
@@ -284,11 +305,13 @@ def _check(
         for label, function in functions.items()
     }
     pit = _pit(observed.double(), replicated.double(), weights)
+    num_unreliable = 0 if weights is None else int(weights.isnan().any(-1).sum())
+    pit = pit[~pit.isnan()]
     return SiteCheck(
-        kind, observed, replicated, found, pit, _pit_ecdf(pit),
+        kind, observed, replicated, found, pit, _pit_ecdf(pit) if len(pit) else None,
         frequencies=_rootogram(observed, replicated) if kind == "count" else None,
         residuals=_binned_residuals(observed, replicated) if kind == "binary" else None,
-        is_prior=is_prior,
+        is_prior=is_prior, num_unreliable=num_unreliable,
     )  # fmt: skip
 
 

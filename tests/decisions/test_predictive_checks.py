@@ -62,6 +62,25 @@ def test_the_pit_is_that_of_leave_one_out_predictions():
     assert (pit - exact).abs().max() < 0.05 < (in_sample - exact).abs().max()
 
 
+def test_observations_without_which_the_posterior_is_another_do_not_count():
+    """Their importance weights are those of few draws, and would give an alarm."""
+    torch.manual_seed(0)
+
+    def one_vector(y, prior_sd=50.0):
+        x = pyro.sample("x", dist.Normal(0.0, prior_sd))
+        pyro.sample("y", dist.Normal(x, 1.0).expand(y.shape).to_event(1), obs=y)
+
+    found = predictive_check("posterior", Target(one_vector, NORMAL), posterior(NORMAL))
+    site = found.sites["y"]
+    assert site.num_unreliable == 1 and site.pit_ecdf is None and not len(site.pit)
+    assert not site.is_judged and site.faults == [] and "not counted" in str(found)
+    assert "intervals" not in str(found) and found.plot() is not None
+
+    far = torch.cat([NORMAL, torch.tensor([40.0])])
+    site = check(far)
+    assert site.num_unreliable == 1 and site.pit.shape == (N,) and site.is_judged
+
+
 def test_the_band_of_the_pit_ecdf_holds_at_all_points_together():
     torch.manual_seed(0)
     inside = 0

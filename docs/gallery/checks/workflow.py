@@ -113,6 +113,7 @@ print(f"treat {int((risk > 0.25).sum())} of {len(x)} patients")
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 for name, check in checks.items():
     band = check.sites["y"].pit_ecdf
+    assert band is not None
     axes[0].plot(band.x, band.observed, label=name)
 axes[0].fill_between(band.x, band.low, band.high, color="0.9")
 axes[0].set(xlabel="PIT of leave-one-out predictions", ylabel="ECDF - uniform")
