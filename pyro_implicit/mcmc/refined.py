@@ -407,6 +407,8 @@ def _stated(target: Target, chains: WindowedChains, latents: Tensor) -> Drift | 
     drift = chains.convergence.drift
     if drift is None:
         return None
+    if chains.failed > chains.policy.stopping.max_end_failed:
+        drift = drift._replace(failed=chains.failed)
     num_sampled = sum(target.shapes[name].numel() for name in target.sampled)
     continuous = latents[..., : latents.shape[-1] - num_sampled]
     is_settled = chains.stopped in ("converged", "steady")

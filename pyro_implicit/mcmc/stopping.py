@@ -74,7 +74,8 @@ class Drift(NamedTuple):
     deviation of a heavy-tailed quantity varies more than that of a normal one; its error is divided
     by that ratio, at most by 2. ``r_hat`` is the largest R-hat of values and squares, of
     ``num_chains`` chains. ``is_annealed`` marks standard errors of annealed particles, which know
-    nothing of regions that no particle has found. ``slowest`` names the latent variable that mixes
+    nothing of regions that no particle has found, and ``failed`` is the share of trajectories that
+    failed, if so many that regions may be missing. ``slowest`` names the latent variable that mixes
     worst, if that is known.
     """
 
@@ -84,6 +85,7 @@ class Drift(NamedTuple):
     num_chains: int = DEFAULT.num_chains
     is_annealed: bool = False
     slowest: str = ""
+    failed: float = 0.0
 
     def is_settled(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
         """Return whether all three numbers are small enough to stop."""
@@ -110,11 +112,16 @@ class Drift(NamedTuple):
         return self._replace(mean=max(self.mean, mean), sd=max(self.sd, sd))
 
     def __str__(self) -> str:
-        r_hat = f"R-hat {self.r_hat:.3f}" + f" (slowest: {self.slowest})" * bool(self.slowest)
+        if self.is_annealed:  # R-hat is only that of chains with these errors
+            last = f"as of {self.num_effective:.0f} independent draws"
+        else:
+            last = f"R-hat {self.r_hat:.3f}" + f" (slowest: {self.slowest})" * bool(self.slowest)
         if self.mean >= 1:  # `open_errors` knows nothing beyond the distance of the starts
-            return f"means may be off by 1 sd or more, {r_hat}"
+            return f"means may be off by 1 sd or more, {last}"
         unless = ", or more if annealing missed a region" if self.is_annealed else ""
-        return f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}{unless}, {r_hat}"
+        if self.failed:
+            unless = f", or more where trajectories fail ({self.failed:.1%} of them)"
+        return f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}{unless}, {last}"
 
 
 def drift(powers: Tensor, group: Tensor, policy: StoppingPolicy = DEFAULT.stopping) -> Drift:

@@ -216,5 +216,10 @@ def test_words_of_errors_that_have_no_bound():
     small = Drift(mean=0.2, sd=0.05, r_hat=1.1)
     assert str(small) == "means may be off by 0.20 sd, sds by 5.0%, R-hat 1.100"
     annealed = str(small._replace(is_annealed=True))
-    assert annealed.endswith("sds by 5.0%, or more if annealing missed a region, R-hat 1.100")
+    end = "sds by 5.0%, or more if annealing missed a region, as of 1219 independent draws"
+    assert annealed.endswith(end)
+    failed = str(small._replace(failed=0.255))
+    assert failed.endswith(
+        "sds by 5.0%, or more where trajectories fail (25.5% of them), R-hat 1.100"
+    )
     assert str(Drift(0.2, 0.05, 3.0).stated()) == "means may be off by 1 sd or more, R-hat 3.000"
