@@ -123,7 +123,8 @@ def joined(draws: Draws, num_chains: int | None) -> Draws:
     count = len(next(iter(draws.values())))
     if count <= num_chains:
         return draws
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    order = torch.randperm(count, generator=generator, device="cpu")
 
     def join(value: Tensor) -> Tensor:
         flat = value[order.to(value.device)].flatten(0, 1)

@@ -360,7 +360,8 @@ class _Planner:
 
     def _add_sums(self, sums: list[Node]) -> None:
         """Add sums whose terms are rows of the same stacked tensors, such as moving sums."""
-        key, signed = ("group", sums[0]), ([], [])  # type: tuple, tuple[list[_Value], list[_Value]]
+        key = "group", sums[0]
+        signed: tuple[list[_Value], list[_Value]] = ([], [])
         for sign, pieces in enumerate(signed):
             rows: dict[Any, list[int]] = defaultdict(list)
             for node in sums:

@@ -324,7 +324,7 @@ def judge_chains(drift: Drift, policy: VerdictPolicy = VERDICT) -> Verdict:
 
     :param drift: their error bounds and R-hat.
     """
-    if not drift.r_hat <= policy.r_hat.distrust:
+    if not drift.r_hat <= policy.r_hat.distrust or drift.failed > policy.max_failed:
         return "do not trust"
     is_small = drift.mean <= policy.mean.check and 1 + drift.sd <= policy.sd.check
     is_known = drift.num_effective >= CHAINS.stopping.least_usable

@@ -284,6 +284,7 @@ def test_doubts_of_chains():
         (Drift(0.05, 0.05, 1.64), "check"),
         (Drift(0.05, 0.05, 1.66), "do not trust"),
         (Drift(math.nan, math.nan, math.nan), "do not trust"),
+        (Drift(0.05, 0.05, 1.1, failed=0.255), "do not trust"),
     ):
         judged = found(stopped="max_gradients", drift=drift)
         assert judged.verdict == verdict

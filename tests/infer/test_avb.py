@@ -138,15 +138,15 @@ def conjugate():
 def test_any_names_of_sites():
     """Each site has its own network, even if a module cannot have its name."""
     names = ("values", "a.b", "a-b", "training")
+    networks = [nn.Linear(2, 2) for _ in names]
 
     def model():
         for name in names:
             pyro.sample(name, dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
     def guide():
-        for i, name in enumerate(names):
-            net = pyro.module(f"net{i}", nn.Linear(2, 2))
-            pyro.sample(name, Implicit(net, 2))
+        for i, (name, network) in enumerate(zip(names, networks, strict=True)):
+            pyro.sample(name, Implicit(pyro.module(f"net{i}", network), 2))
 
     elbo = AVB_ELBO(4)
     SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo).step()

@@ -132,9 +132,11 @@ def test_arguments_out_of_range():
         with pytest.raises(ValueError, match=name):
             KPG_ELBO(4, **{name: value})
 
+    network = nn.Linear(2, 2).double()
+
     def uniform() -> None:
         noise = dist.Uniform(torch.zeros(2), 1.0).to_event(1)
-        pyro.sample("x", SemiImplicit(nn.Linear(2, 2).double(), noise, 0.5))
+        pyro.sample("x", SemiImplicit(pyro.module("network", network), noise, 0.5))
 
     assert math.isfinite(KPG_ELBO(4).loss_and_grads(model, uniform))
     with pytest.raises(ValueError, match="KPG-IS needs standard normal noise"):

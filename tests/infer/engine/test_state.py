@@ -131,7 +131,7 @@ def test_a_second_guide_may_have_other_sizes():
 
     def guide_of(size):
         generator = MLP(size, size)
-        return lambda: pyro.sample("x", Implicit(generator, size))
+        return lambda: pyro.sample("x", Implicit(pyro.module(f"mlp{size}", generator), size))
 
     for target, size in ((model, 2), (wide, 5)):
         SVI(target, guide_of(size), pyro.optim.Adam({"lr": 1e-3}), elbo).step()
