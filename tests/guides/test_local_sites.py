@@ -210,8 +210,8 @@ def test_the_first_minibatch_gives_the_start():
     """The posterior of these rows alone: wide, and the prior where they say nothing."""
 
     def with_scale(x, index):
-        pyro.sample("scale", dist.LogNormal(x.new_tensor(-1.0), 0.7))
         model(x, index)
+        pyro.sample("scale", dist.LogNormal(x.new_tensor(-1.0), 0.7))
 
     x = data()
     index = torch.tensor([7, 2, 10, 5])
@@ -221,15 +221,15 @@ def test_the_first_minibatch_gives_the_start():
     guide = AutoImplicit(with_scale, AutoregressiveGenerator, create_plates=rows_of)
     guide(x[index], index)
     rows, close = guide.rows, {"rtol": 1e-4, "atol": 1e-4}
-    scales = torch.tensor([0.7, precision**-0.5]).double()
-    torch.testing.assert_close(guide.frame_loc, torch.tensor([-1.0, mean]).double(), **close)
+    scales = torch.tensor([precision**-0.5, 0.7]).double()
+    torch.testing.assert_close(guide.frame_loc, torch.tensor([mean, -1.0]).double(), **close)
     torch.testing.assert_close(guide.frame_scale_tril, scales.diag(), **close)
     loc = share * mean + (1 - share) * x[index]
     others = torch.ones(NUM_ROWS).bool().index_fill(0, index, False)
     torch.testing.assert_close(rows.loc_z[index], loc, **close)
     torch.testing.assert_close(rows.loc_z[others], loc.mean().expand(8), **close)
     torch.testing.assert_close(rows.scale_z, torch.full_like(x, share**0.5 * SPREAD), **close)
-    slopes = torch.tensor([0.0, share]).double().expand(12, 2)
+    slopes = torch.tensor([share, 0.0]).double().expand(12, 2)
     torch.testing.assert_close(ROW_SLOPE * rows.slope_z + rows.shared_z, slopes, **close)
 
 
