@@ -99,7 +99,7 @@ def diagnose(
 
     Chains of ``refine`` that ended before they converged are judged by their error bounds, with the
     limits of means and standard deviations for "check", and by R-hat: above 1.2 "check", above 1.65
-    "do not trust".
+    "do not trust". If more than a tenth of their trajectories failed, they are not trusted.
 
     If the effective sample size exceeds 90 % of the draws, the kernel test is ignored and k-hat
     leads to "check" above 1 and never to "do not trust": the missing tail has little mass.
