@@ -145,10 +145,11 @@ ROWS = [
             (400, "mean field", 1.1, 0.7, ()),
             (400, "ensemble", 1.8, 1.5, ()),
             # A third of the paper's epochs and fewer particles.
-            (400, "KIVI", 3.3, 3.0, ("--epochs", "100", "--particles", "4")),
+            (400, "KIVI", 3.7, 3.0, ("--epochs", "100", "--particles", "4")),
             (400, "LIVI L'", 2.0, 2.0, ("--epochs", "100", "--particles", "2")),
+            (400, "LIVI L', fixed widths", 2.0, 2.0, ("--epochs", "100", "--particles", "2")),
             (800, "MAP", 1.5, 1.0, ()),
-            (800, "KIVI", 3.3, 1.0, ("--epochs", "40", "--particles", "4")),
+            (800, "KIVI", 3.7, 1.0, ("--epochs", "40", "--particles", "4")),
             (1200, "MAP", 1.8, 0.5, ()),
         )
     ),
