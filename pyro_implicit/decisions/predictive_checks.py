@@ -101,7 +101,8 @@ class SiteCheck:
     __repr__ = short_repr
 
     def coverage(self, mass: float) -> float:
-        """Return the share of the values of ``pit`` inside of their central predictive intervals.
+        """Return the share of the values of ``pit`` inside of their central predictive intervals;
+        NaN if there are none.
 
         :param mass: the probability of the intervals.
         :raises ValueError: for a ``mass`` outside of (0, 1).
@@ -165,11 +166,11 @@ class PredictiveCheck(Printed):
                 numbers = observed, replicated.mean().item(), *ends
                 rows.append((statistic, *(f"{one:.4g}" for one in numbers), f"{tail:.3f}"))
             yield Table(rows, header=True, indent="  ")
-            shares = " and ".join(
-                f"{site.coverage(m):.0%} of the values in {m:.0%} intervals" for m in (0.5, 0.9)
-            )
             if len(site.pit):
-                yield f"  {shares}"
+                shares = (
+                    f"{site.coverage(m):.0%} of the values in {m:.0%} intervals" for m in (0.5, 0.9)
+                )
+                yield f"  {' and '.join(shares)}"
             if site.num_unreliable:
                 yield (
                     "  not counted, as the posterior without them is another (k-hat above .7): "

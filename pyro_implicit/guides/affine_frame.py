@@ -168,7 +168,7 @@ def find_frame_and_rows(
     r"""Find a Gaussian for the latents of one minibatch's rows, and one for all other latents.
 
     Both are parts of the Gaussian :math:`N(m, \Sigma)` that :func:`find_frame` finds for these
-    rows alone, without a factor for those that are not in the minibatch. The frame of the other
+    rows alone, without a factor for the rows outside the minibatch. The frame of the other
     latents u is its marginal, which is as wide as so few rows leave it. A row has
     :math:`E[z | u] = m_z + \Sigma_{zu} \Sigma_{uu}^{-1} (u - m_u)` and the conditional variance. A
     diagonal Gaussian, for minibatches of more than 100 latents, has no slopes.
@@ -223,7 +223,7 @@ def find_frame_and_rows(
 
 
 class _RowsAlone(Messenger):
-    """Count each row of a subsampled plate once, and not also for those that are left out."""
+    """Count each row of a subsampled plate once, and not also for the rows that are left out."""
 
     def _pyro_sample(self, msg: Any) -> None:
         for frame in msg["cond_indep_stack"]:

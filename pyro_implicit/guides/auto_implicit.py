@@ -76,7 +76,7 @@ class AutoImplicit(AutoDraws):
         ``init_scale`` is given, and ``"mode"`` otherwise. A Gaussian autoguide of the same model,
         fitted or not, or a :class:`Frame` gives its location and scale, full or diagonal.
     :param create_plates: as in Pyro's autoguides; see :class:`AutoDraws` for latents of rows. If a
-        frame is searched, they start at the mode of the first minibatch.
+        frame is searched, they start at the posterior of the first minibatch.
     :raises ValueError: for an invalid argument; at the first call, for a discrete latent, a latent
         in a subsampled plate without ``create_plates``, a generator of the wrong input or output
         size, or another guide's parameters under its names in Pyro's parameter store.

@@ -55,9 +55,7 @@ def find_local_sites(
     :raises ValueError: for no such latents, or a name that is not a continuous latent in one plate
         of rows.
     """
-    found, rows_of_data = [], row_plates
-    if rows_of_data is None:
-        rows_of_data = plates_of_rows(trace)
+    found, rows_of_data = [], plates_of_rows(trace) if row_plates is None else row_plates
     for name, site in trace.nodes.items():
         if is_discrete_latent(site) and name in (names or ()):
             raise ValueError(
