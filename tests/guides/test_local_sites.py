@@ -312,11 +312,15 @@ def rows_alone(x, index):
     ("one", "dim", "shape"),
     [(model, 1, (5,)), (beside_groups, 5, (5,)), (in_parts, 1, (3, 5))],
 )
-def test_first_calls_with_all_rows_of_other_models(one, dim, shape):
-    """Also for indices that ``create_plates`` converts."""
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_first_calls_with_all_rows_of_other_models(one, dim, shape, is_converted):
+    """Also for indices of another type, which ``create_plates`` may convert."""
     x, index = data().float(), torch.arange(NUM_ROWS, dtype=torch.int32)
-    plates = {"create_plates": lambda x, index: rows_of(x, index.long()), "frame": None}
-    guide = AutoSemiImplicit(one, **plates)
+
+    def plates(x, index):
+        return rows_of(x, index.long() if is_converted else index)
+
+    guide = AutoSemiImplicit(one, create_plates=plates, frame=None)
     guide(x, index)
     assert guide.latent_dim == dim and guide(x[:5], index[:5])["z"].shape == shape
 
