@@ -41,7 +41,7 @@ from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.infer import FoldWarning, weighted_draws
-from pyro_implicit.ops import LogWeights
+from pyro_implicit.ops import LogWeights, fit_normal_mixture
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.messages import short_repr
@@ -58,6 +58,7 @@ __all__ = [
     "matched_guide",
     "mean_field_guide",
     "mixture_weights",
+    "proposal_of",
     "reliability",
     "set_up",
     "weigh",
@@ -311,11 +312,7 @@ def exact_log_weights(
     :returns: unconstrained draws ``(num_draws, latent_dim)`` and log-weights ``(num_draws,)``, -inf
         where the model has no density.
     """
-    q = guide.get_posterior(*target.args, **target.kwargs)
-    if not isinstance(guide, AutoMixture):
-        q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
-    if wide is not None:
-        q = _widened(q, wide)
+    q = proposal_of(target, guide, wide)
     if noise is not None and wide is not None:
         noise = _widened_noise(noise, wide)
     parts, log_weights = [], []
@@ -329,6 +326,21 @@ def exact_log_weights(
         log_weights.append(log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
     return torch.cat(parts), LogWeights(found.masked_fill(~found.isfinite(), -math.inf))
+
+
+def proposal_of(
+    target: Target, guide: AutoGuide, wide: CorrectionPolicy | None = None
+) -> Distribution:
+    """Return the density of a guide's unconstrained draws.
+
+    :param target: the posterior.
+    :param guide: a guide for which ``has_exact_density`` is true.
+    :param wide: widens the noise of some draws.
+    """
+    q = guide.get_posterior(*target.args, **target.kwargs)
+    if not isinstance(guide, AutoMixture):
+        q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
+    return q if wide is None else _widened(q, wide)
 
 
 def _widened(q: Distribution, policy: CorrectionPolicy) -> Distribution:
@@ -481,31 +493,37 @@ def reliability(
 
 @torch.no_grad()
 def matched_guide(
-    guide: Any,
     target: Target,
     points: Tensor,
     weights: LogWeights,
+    max_components: int = 1,
     policy: CorrectionPolicy = DEFAULT.correction,
-) -> AutoImplicit | None:
-    """Return a Gaussian guide with the moments of weighted draws.
+) -> AutoImplicit | AutoMixture | None:
+    """Return a mixture of Gaussian guides that is fitted to weighted draws.
 
-    Its tails are heavier than those of the Gaussian at the mode. It is None for a mixture, or for
-    too few effective draws.
+    A single Gaussian has their moments: its tails are heavier than those of the Gaussian at the
+    mode.
 
-    :param guide: the guide of the draws.
     :param target: the posterior.
     :param points: unconstrained draws, ``(num_samples, latent_dim)``.
     :param weights: their weights.
+    :param max_components: the number of components, at most; fewer for few effective draws.
+    :returns: the guide; None for too few effective draws.
     """
-    number = weights.effective_sample_size
-    if isinstance(guide, AutoMixture) or not number > policy.matched_per_dim * points.shape[-1]:
+    affordable = weights.effective_sample_size / (policy.matched_per_dim * points.shape[-1])
+    if not affordable > 1:
         return None
-    shares = weights.shares.to(points)
-    loc = shares @ points
-    root = shares.sqrt().unsqueeze(-1) * (points - loc)
-    frame = Frame(loc, scale_tril=lower_factor(root.mT))
-    found = AutoImplicit(target.model, AutoregressiveGenerator, frame=frame)
-    return set_up(found, target.args, target.kwargs)
+    log_weights, loc, scale_tril = fit_normal_mixture(
+        points,
+        weights.shares,
+        min(max_components, int(affordable)),
+        weights.effective_sample_size,
+    )
+    modes = Modes(loc, scale_tril, log_weights)
+    found = exact_guide(target.model, modes, *target.args, **target.kwargs)
+    if isinstance(found, AutoMixture):
+        found.log_weights = log_weights
+    return found
 
 
 def corrected_draws(
@@ -600,8 +618,12 @@ def _joint_by_weights(
         )
         latent, faults = joint.take()
         is_settled = policy.confirms(weights, found.correction)
-        is_last = is_settled or guide is not found.guide
-        guide = None if is_last else matched_guide(guide, found.target, rest, weights, policy)
+        is_mixture = isinstance(guide, AutoMixture)
+        covers_modes = is_mixture and (found.num_modes or 1) > 1  # which another fit might lose
+        if is_settled or covers_modes or guide is not found.guide:
+            break
+        most = policy.max_components if is_mixture else 1
+        guide = matched_guide(found.target, rest, weights, most, policy)
     index = weights.resample(num_samples)
     joint.keep(faults[index])
     latent, order = latent[index], index.argsort()

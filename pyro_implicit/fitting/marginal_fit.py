@@ -94,13 +94,17 @@ def _within_budget(
     starts = int(limits.step_seconds / of_path)
     weighed = int(max(limits.least_weighed, limits.weigh_seconds / value))
     choice = replace(policy.choice, num_weighed=min(policy.choice.num_weighed, weighed))
-    correction = replace(policy.correction, num_weighed=min(policy.correction.num_weighed, weighed))
+    correction = replace(
+        policy.correction,
+        num_weighed=min(policy.correction.num_weighed, weighed),
+        num_adapted=min(policy.correction.num_adapted, weighed),
+    )
     chains = chains_within(lambda number: number * score, budget)
     plan = Plan(SEARCH.most_iterations, chains, max(1, min(SEARCH.num_starts, starts)))
     schedule = policy.schedule
     if budget.least_steps * policy.training.few_particles * score > budget.training_seconds:
         schedule = replace(schedule, max_gap=math.inf)  # a training is too expensive
-        correction = replace(correction, num_matched=limits.num_matched)
+        correction = replace(correction, num_rounds=limits.num_rounds)
     return replace(policy, choice=choice, correction=correction, schedule=schedule), plan
 
 

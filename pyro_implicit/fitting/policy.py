@@ -423,12 +423,17 @@ class CorrectionPolicy:
     #: little for reliable weights.
     agrees: float = 0.75
 
-    #: Effective draws for each dimension, at least, whose moments make another Gaussian.
-    matched_per_dim: float = 4.0
+    #: Rounds of adaptive importance sampling (:class:`AdaptiveSampler`) in place of a training, at
+    #: most; 0 where a training is affordable.
+    num_rounds: int = 0
 
-    #: Such Gaussians, at most, in place of a training; 0 where a training is affordable. An
-    #: adaptive importance sampler (Cappé et al., 2004, Population Monte Carlo).
-    num_matched: int = 0
+    #: Draws of each round.
+    num_adapted: int = 1000
+
+    #: Normal distributions of its mixtures, at most, and effective draws of each for each
+    #: dimension, at least.
+    max_components: int = 8
+    matched_per_dim: float = 4.0
 
     #: Effective draws of the guide for each resampled draw.
     oversampling: int = 2
@@ -718,8 +723,8 @@ class IntegrationPolicy:
     #: counts with a known share of sightings converge in 2.
     chain_seconds: float = 20.0
 
-    #: Gaussians with the moments of weighted draws, at most, if a training is too expensive.
-    num_matched: int = 4
+    #: ``CorrectionPolicy.num_rounds`` if a training is too expensive.
+    num_rounds: int = 12
 
     #: Share of ``max_seconds`` that the fit of the remaining variables may take.
     time_share: float = 0.7

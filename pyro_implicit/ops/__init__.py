@@ -45,6 +45,7 @@ from pyro_implicit.ops.kernels import (
     repulsion,
     squared_distances,
 )
+from pyro_implicit.ops.normal_mixture import fit_normal_mixture
 from pyro_implicit.ops.permutations import (
     align_hidden_units,
     linear_assignment,
@@ -94,6 +95,7 @@ __all__ = [
     "covariance_log_det",
     "ensemble_move",
     "fit_density_ratio",
+    "fit_normal_mixture",
     "gaussian_entropy",
     "imq_kernel",
     "jacobian_products",

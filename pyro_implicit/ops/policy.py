@@ -26,6 +26,7 @@ __all__ = [
     "MAX_TAIL",
     "NEAR_ZERO",
     "NUM_BALANCINGS",
+    "NUM_EM_STEPS",
     "NUM_KEYS",
     "PERMUTATION_POWERS",
     "POWER_FACTOR",
@@ -36,6 +37,9 @@ __all__ = [
     "SMALL_MATRIX",
     "JumpPolicy",
 ]
+
+#: Steps of expectation-maximisation of a mixture that is a proposal: it need not be the best one.
+NUM_EM_STEPS = 50
 
 #: Entries of the largest tensor that a chunked computation makes (64 MiB in float32).
 MAX_ENTRIES = 2**24

@@ -323,6 +323,6 @@ def test_expensive_marginal_densities_are_matched_and_cheap_ones_trained():
     policy = FitPolicy()
     expensive, few = _within_budget(policy, dim=3, value=0.01, score=0.03)
     cheap, many = _within_budget(policy, dim=3, value=1e-5, score=3e-5)
-    assert expensive.schedule.max_gap == math.inf and expensive.correction.num_matched > 0
+    assert expensive.schedule.max_gap == math.inf and expensive.correction.num_rounds > 0
     assert cheap.schedule == policy.schedule and cheap.correction == policy.correction
     assert few.num_starts < many.num_starts and expensive.correction.num_weighed == 1000
