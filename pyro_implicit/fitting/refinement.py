@@ -236,7 +236,7 @@ def _adapt(stages: Stages, target: Target, before: LogWeights) -> tuple[LogWeigh
     most = sampler.draw().efficiency
     for number in range(1, policy.num_rounds + 1):
         guide = sampler.next_guide()
-        if guide is None:
+        if guide is None or not stages.can_weigh(target, policy.num_adapted):
             break
         own = sampler.draw()
         if own.efficiency <= most:
