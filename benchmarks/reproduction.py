@@ -44,11 +44,13 @@ class Comparison:
     full: int
 
     def records(self) -> list[Record]:
+        """Return the longest runs: shorter ones are no other seeds."""
         for name in self.files:
             path = RESULTS / f"{name}.jsonl"
             found = [one for one in read_records(path) if self._fits(one)] if path.exists() else []
             if found:
-                return found
+                longest = max(map(_steps, found))
+                return [one for one in found if _steps(one) == longest]
         return []
 
     def _fits(self, record: Record) -> bool:
@@ -70,6 +72,10 @@ class Comparison:
         name = "epochs" if "epochs" in record else "steps"
         of = f" of {self.full:,}" if self.full > record[name] else ""
         return f"{record[name]:,}{of} {name}"
+
+
+def _steps(record: Record) -> int:
+    return record.get("epochs", record.get("steps", 0))
 
 
 def _spread(values: list[float], digits: int) -> str:

@@ -31,6 +31,13 @@ def test_runs_of_full_length_come_first(comparison, tmp_path):
     assert comparison.cells()[4:] == ["80.0", "1", "100 epochs", "2"]
 
 
+def test_shorter_runs_are_no_seeds(comparison, tmp_path):
+    record = {"row": "GPVI", "epochs": 20, "accuracy": 0.9, "seconds": 720.0}
+    records = [record, record | {"epochs": 100, "accuracy": 0.8}]
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert comparison.cells()[4:] == ["80.0", "1", "100 epochs", "0.2"]
+
+
 def test_missing_runs(comparison, tmp_path):
     (tmp_path / "short.jsonl").unlink()
     assert comparison.cells()[4:] == ["not run", "", "", ""]
