@@ -22,7 +22,8 @@ from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.policy import REPORT
 from pyro_implicit.export import as_datatree, as_inferencedata, model_groups, quiet_arviz
-from pyro_implicit.ops.policy import RELIABLE_KHAT
+from pyro_implicit.ops.importance_weights import pareto_smoothed
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, RELIABLE_KHAT
 from pyro_implicit.runtime.messages import Printed, Table, refuse_no_probability, short_repr
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ class SiteCheck:
     :ivar residuals: of binary data, mean residuals in bins of the predicted probability, with two
         standard errors.
     :ivar is_prior: whether the data were drawn from the prior, which need not be calibrated.
-    :ivar num_unreliable: observations without which the posterior is another: importance weights
-        cannot give their leave-one-out predictions (Pareto k-hat above .7).
+    :ivar num_unreliable: observations whose leave-one-out predictions importance weights cannot
+        give (Pareto k-hat above .7): the posterior without them is another, or draws are fewer
+        than 25.
     """
 
     kind: Literal["continuous", "count", "binary"]
@@ -173,7 +175,8 @@ class PredictiveCheck(Printed):
                 yield f"  {' and '.join(shares)}"
             if site.num_unreliable:
                 yield (
-                    "  not counted, as the posterior without them is another (k-hat above .7): "
+                    "  not counted, as the draws cannot give predictions without them (k-hat above "
+                    ".7: the posterior without them is another, or draws are fewer than 25): "
                     f"{site.num_unreliable}" + "; calibration is not judged" * (not site.is_judged)
                 )
             yield from (f"  ! {fault}" for fault in site.faults)
@@ -279,12 +282,18 @@ def predictive_check(
 def _left_out_weights(target: Target, draws: Mapping[str, Tensor]) -> Tensor:
     """Return normalised weights of the draws, ``(num_observations, num_draws)``, or NaN for an
     observation without reliable ones."""
-    logs = Pointwise.of(target, draws).log_likelihood.flatten(0, 1)
-    with quiet_arviz() as arviz:
-        weights, khat = map(torch.from_numpy, arviz.psislw(-logs.T.numpy()))
-    is_constant = (logs == logs[0]).all(0)  # equal weights have no tail
-    is_reliable = (khat <= RELIABLE_KHAT) | is_constant
-    return weights.exp().masked_fill(~is_reliable.unsqueeze(-1), math.nan)
+    logs = -Pointwise.of(target, draws).log_likelihood.flatten(0, 1).T
+    weights = logs.softmax(-1)
+    is_even = weights.square().sum(-1).reciprocal() > EVEN_EFFICIENCY * logs.shape[-1]
+    for row in (~is_even).nonzero().flatten().tolist():
+        is_reliable = bool(logs[row].max() < math.inf)
+        if is_reliable:
+            smoothed = pareto_smoothed(logs[row])
+            weights[row] = smoothed.log_weights.exp()
+            is_reliable = smoothed.khat <= RELIABLE_KHAT
+        if not is_reliable:
+            weights[row] = math.nan
+    return weights
 
 
 def _check(

@@ -15,6 +15,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median
 from pyro.ops.stats import quantile
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
@@ -27,7 +28,6 @@ from pyro_implicit.guides.local_sites import (
     RowNormals,
     RowStart,
     find_local_sites,
-    plates_of_rows,
 )
 from pyro_implicit.guides.policy import INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
@@ -40,7 +40,6 @@ from pyro_implicit.runtime.sites import (
     site_parts,
     without_sequential_plates,
 )
-from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "AutoDraws",
@@ -341,11 +340,16 @@ class _FirstRows:
         self.starts: dict[str, RowStart] | None = None
 
 
-def _is_among(indices: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether indices are an argument, in any integer type."""
-    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-    alike = [x for x in tensors if x.shape == indices.shape and not x.is_floating_point()]
-    return any(x.to(indices).equal(indices) for x in alike)
+class _IndexedPlates(Messenger):
+    """Collects the names of plates that are created with ``subsample=``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is not None:  # Pyro draws the indices of other plates
+            self.names.add(msg["name"])
 
 
 class AutoDraws(DrawSummaries, AutoContinuous):
@@ -447,6 +451,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             return
         with poutine.block():
             given = self._create_plates(*args, **kwargs)
+            with _IndexedPlates() as indexed:  # again: the plates of an AutoGuideList exist already
+                owner.create_plates(*args, **kwargs)
         # As in SVI, the indices are those of the guide, also for a plate that the model has whole.
         indices = Trace()
         for name, plate in given.items():
@@ -454,7 +460,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             indices.add_node(name, name=name, **node)
         minibatch = partial(poutine.replay, trace=indices)
         trace = trace_model(minibatch(self.model), args, kwargs)
-        self._row_sites = self._local_sites(trace, given, args, kwargs)
+        self._row_sites = self._local_sites(trace, indexed.names)
         if not self._row_sites:
             return
         for site in self._row_sites:
@@ -467,19 +473,17 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         index = {site.name: given[site.rows.name]._indices for site in self._row_sites}
         self._first_rows = _FirstRows(trace, index, minibatch)
 
-    def _local_sites(
-        self, trace: Trace, given: dict[str, Any], args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[LocalSite, ...]:
-        """Return the latents of rows: of a minibatch, or of all rows if an argument indexes them.
+    def _local_sites(self, trace: Trace, indexed: set[str]) -> tuple[LocalSite, ...]:
+        """Return the latents of rows: of a minibatch, or of all rows if indices are given.
 
-        :param given: the plates of ``create_plates``.
+        :param indexed: plates of ``create_plates`` whose indices are given.
         """
         latents = [site for site in trace.nodes.values() if is_latent(site)]
         continuous = [site for site in latents if not is_discrete_latent(site)]
-        rows = plates_of_rows(trace)
+        rows = None
         if all(subsampled_plate(site) is None for site in continuous):
             # Later calls may have fewer rows, or in another order.
-            rows &= {name for name in given if _is_among(given[name]._indices, args, kwargs)}
+            rows = indexed
             names = [{frame.name for frame in site["cond_indep_stack"]} for site in continuous]
             num_local = sum(not rows.isdisjoint(plates) for plates in names)
             if not self._has_rows or not 0 < num_local < len(continuous):

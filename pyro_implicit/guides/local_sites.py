@@ -16,7 +16,7 @@ from torch.distributions import biject_to, constraints
 from pyro_implicit.guides.policy import ROW_SLOPE
 from pyro_implicit.runtime.sites import attribute_name, is_data, is_discrete_latent, is_latent
 
-__all__ = ["LocalSite", "RowNormals", "RowStart", "find_local_sites", "plates_of_rows"]
+__all__ = ["LocalSite", "RowNormals", "RowStart", "find_local_sites"]
 
 
 class LocalSite(NamedTuple):
@@ -51,11 +51,12 @@ def find_local_sites(
     :param trace: trace of the model.
     :param names: names of the sites; by default all in subsampled plates, or without such a plate,
         all in plates of data.
-    :param row_plates: names of the plates of rows; by default those of :func:`plates_of_rows`.
+    :param row_plates: names of the plates of rows; by default the
+        subsampled ones, or without any, those with data.
     :raises ValueError: for no such latents, or a name that is not a continuous latent in one plate
         of rows.
     """
-    found, rows_of_data = [], plates_of_rows(trace) if row_plates is None else row_plates
+    found, rows_of_data = [], _plates_of_rows(trace) if row_plates is None else row_plates
     for name, site in trace.nodes.items():
         if is_discrete_latent(site) and name in (names or ()):
             raise ValueError(
@@ -105,7 +106,7 @@ def find_local_sites(
     return found
 
 
-def plates_of_rows(trace: Any) -> set[str]:
+def _plates_of_rows(trace: Any) -> set[str]:
     """Return the names of the subsampled plates, or without any, of those with data.
 
     :param trace: trace of the model.

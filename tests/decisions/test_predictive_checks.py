@@ -81,6 +81,34 @@ def test_observations_without_which_the_posterior_is_another_do_not_count():
     assert site.num_unreliable == 1 and site.pit.shape == (N,) and site.is_judged
 
 
+def test_nearly_equal_weights_need_no_khat():
+    """Where predictions are sure, likelihoods differ by little: their tail is heavy, but tiny."""
+    torch.manual_seed(0)
+    x = torch.linspace(-3.0, 3.0, 60)
+    draws = {"a": 0.3 * torch.randn(4, 250)}
+    target = Target(logistic, x, (x > 0).float(), 6.0)
+    site = predictive_check("posterior", target, draws).sites["y"]
+    assert site.num_unreliable == 0 and site.pit.shape == (60,)
+
+
+def test_leave_one_out_predictions_by_draws_of_two_values():
+    torch.manual_seed(0)
+    y = torch.tensor([0.3, 1.1, 1.5])
+    draws = {"x": torch.tensor([0.0, 1.0]).repeat(4, 500)}
+    site = predictive_check("posterior", Target(normal, y), draws).sites["y"]
+    values = torch.tensor([[0.0], [1.0]])
+    weights = (-dist.Normal(values, 1.0).log_prob(y)).softmax(0)  # both values in half of the draws
+    exact = (weights * dist.Normal(values, 1.0).cdf(y)).sum(0)
+    assert site.num_unreliable == 0 and (site.pit - exact).abs().max() < 0.05
+
+
+def test_few_draws_are_named():
+    torch.manual_seed(0)
+    y = NORMAL[:3]
+    found = predictive_check("posterior", Target(normal, y), posterior(y, (4, 5)))
+    assert not found.sites["y"].is_judged and "draws are fewer than 25" in str(found)
+
+
 def test_the_band_of_the_pit_ecdf_holds_at_all_points_together():
     torch.manual_seed(0)
     inside = 0

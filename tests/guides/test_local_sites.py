@@ -325,6 +325,39 @@ def test_first_calls_with_all_rows_of_other_models(one, dim, shape, is_converted
     assert guide.latent_dim == dim and guide(x[:5], index[:5])["z"].shape == shape
 
 
+def test_an_integer_argument_may_equal_the_indices_of_all_rows():
+    """A column of times 0, 1, ... is no ``subsample=``."""
+
+    def drift(x, time):
+        mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample(
+                "x", dist.Normal(pyro.sample("z", dist.Normal(mean * time, 1.0)), 1.0), obs=x
+            )
+
+    x, time = data().float(), torch.arange(NUM_ROWS)
+    guide = AutoSemiImplicit(drift, create_plates=lambda x, time: pyro.plate("rows", len(x)))
+    assert guide(x, time)["z"].shape == (NUM_ROWS,) and guide.latent_dim == NUM_ROWS + 1
+
+
+@pytest.mark.parametrize("hides_data", [False, True])
+def test_all_rows_and_then_few_rows_of_other_indices(hides_data):
+    """The first call of all rows has NumPy indices, or belongs to a part that sees no data."""
+    x, index = data().float(), torch.arange(NUM_ROWS)
+    if hides_data:
+        guide = AutoGuideList(model, create_plates=rows_of)
+        guide.append(AutoSemiImplicit(poutine.block(model, expose=["mean", "z"])))
+    else:
+        index = index.numpy()
+
+        def of_arrays(function):
+            return lambda x, index: function(x, torch.as_tensor(index))
+
+        guide = AutoSemiImplicit(of_arrays(model), create_plates=of_arrays(rows_of))
+    assert guide(x, index)["z"].shape == (NUM_ROWS,)
+    assert guide(x[:3], index[2:5])["z"].shape == (3,)
+
+
 def test_all_rows_stay_in_a_joint_guide_that_cannot_have_rows():
     x, index = data().float(), torch.arange(NUM_ROWS)
     guide = AutoSemiImplicit(rows_alone, create_plates=rows_of)
