@@ -100,7 +100,7 @@ class ImplicitELBO(StepELBO):
 
     #: The implicit distributions that the subclass can train.
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
-    #: Those of them that messages recommend this ELBO for.
+    #: Those of them that messages recommend this ELBO for; its subclasses do not inherit this.
     recommended_for: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = False
@@ -108,8 +108,10 @@ class ImplicitELBO(StepELBO):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for site_type in cls.site_types:
-            place = 0 if site_type in cls.recommended_for else len(site_type.trained_by)
-            site_type.trained_by.insert(place, cls.__name__)
+            known = site_type.trained_by
+            if cls.__name__ not in known:  # a notebook may define a class twice
+                is_first = site_type in vars(cls).get("recommended_for", ())  # not of a base class
+                known.insert(0 if is_first else len(known), cls.__name__)
 
     def __repr__(self) -> str:
         """Return the number of particles and the settings that differ from the defaults."""

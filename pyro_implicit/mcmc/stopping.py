@@ -235,7 +235,7 @@ def open_errors(r_hat: float) -> tuple[float, float]:
 
 
 def slowest(draws: Tensor) -> int:
-    """Return which coordinate has the largest R-hat.
+    """Return which coordinate has the largest R-hat, of its values or their squares.
 
     **Example:**
 
@@ -246,8 +246,9 @@ def slowest(draws: Tensor) -> int:
 
     :param draws: ``(num_chains, num_draws, d)``.
     """
-    between, within = draws.mean(1).var(0), draws.var(1).mean(0)
-    return int((between / within).nan_to_num(0.0).argmax())
+    squares = (draws - draws.mean((0, 1))).square()
+    ratios = [one.mean(1).var(0) / one.var(1).mean(0) for one in (draws, squares)]
+    return int(torch.stack(ratios).nan_to_num(0.0).amax(0).argmax())
 
 
 def _memory(r_hat: Tensor) -> Tensor:

@@ -634,6 +634,17 @@ def test_a_subclass_is_its_equation():
     assert loss == pytest.approx(expected, abs=0.1)
 
 
+def test_a_subclass_is_named_once_and_not_first():
+    """Also if a notebook's cell, which defines it, runs twice."""
+    before = list(SemiImplicit.trained_by)
+    for _ in range(2):
+        type("MyLIVI_ELBO", (LIVI_ELBO,), {})
+    try:
+        assert SemiImplicit.trained_by == [*before, "MyLIVI_ELBO"]
+    finally:
+        SemiImplicit.trained_by[:] = before
+
+
 @pytest.mark.parametrize("count", [2.0, 2.5, float("inf"), float("nan"), torch.tensor(2.0)])
 def test_counts_are_whole_numbers(count):
     message = re.escape(f"num_particles must be a whole number (int), but got {count!r}")

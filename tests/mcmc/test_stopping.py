@@ -12,7 +12,7 @@ from pyro_implicit.mcmc import stopping
 from pyro_implicit.mcmc.convergence import Convergence
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.policy import DEFAULT
-from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, tracked
+from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, slowest, tracked
 
 
 def powers(values):
@@ -210,6 +210,16 @@ def test_the_log_density_is_not_clamped():
 def test_chains_end_before_their_budget(settled, r_hat, gradients, is_extended, ends):
     found = Convergence(16, Drift(0.01, 0.01, r_hat), settled)
     assert found.may_end(gradients - 300, 300, 256, DEFAULT.stopping, is_extended) is ends
+
+
+def test_the_slowest_may_have_slow_squares():
+    """Chains in one of two scales agree on their mean."""
+    torch.manual_seed(0)
+    steady, scales = torch.randn(2, 64, 200)
+    scales = scales * torch.tensor([1.0, 4.0]).repeat(32).unsqueeze(-1)
+    apart = torch.randn(64, 200) + 0.3 * torch.randn(64, 1)
+    assert slowest(torch.stack([steady, apart, scales], -1)) == 2
+    assert slowest(torch.stack([steady, apart], -1)) == 1
 
 
 def test_words_of_errors_that_have_no_bound():
