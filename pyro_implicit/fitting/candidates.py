@@ -53,9 +53,10 @@ __all__ = [
     "corrected_draws",
     "exact_guide",
     "exact_log_weights",
+    "guide_of",
     "frame_of_draws",
     "joint_draws",
-    "matched_guide",
+    "matched_modes",
     "mean_field_guide",
     "mixture_weights",
     "proposal_of",
@@ -472,14 +473,19 @@ def _maximise(log_p: Tensor, log_q: Tensor, policy: MixturePolicy) -> Tensor:
 
 
 def reliability(
-    guide: Any, target: Target, policy: CorrectionPolicy = DEFAULT.correction
+    guide: Any,
+    target: Target,
+    policy: CorrectionPolicy = DEFAULT.correction,
+    wide: CorrectionPolicy | None = None,
 ) -> LogWeights:
     """Return log-weights of a guide with an exact density, of 2,000 draws.
 
     If the policy accepts them, up to 8,000 more draws must agree, as many as a few seconds allow:
     a mode that the guide hardly covers has one draw in a thousand, and no other draw reveals it.
+
+    :param wide: widens the noise of some of the first draws, as it always is of the others.
     """
-    found = exact_log_weights(target, guide, policy.num_weighed)[1]
+    found = exact_log_weights(target, guide, policy.num_weighed, wide=wide)[1]
     if not policy.accepts(found):
         return found
     most = policy.num_weighed_again
@@ -492,23 +498,21 @@ def reliability(
 
 
 @torch.no_grad()
-def matched_guide(
-    target: Target,
+def matched_modes(
     points: Tensor,
     weights: LogWeights,
     max_components: int = 1,
     policy: CorrectionPolicy = DEFAULT.correction,
-) -> AutoImplicit | AutoMixture | None:
-    """Return a mixture of Gaussian guides that is fitted to weighted draws.
+) -> Modes | None:
+    """Fit normal distributions to weighted draws.
 
-    A single Gaussian has their moments: its tails are heavier than those of the Gaussian at the
-    mode.
+    A single one has their moments: its tails are heavier than those of the Gaussian at the mode.
 
-    :param target: the posterior.
     :param points: unconstrained draws, ``(num_samples, latent_dim)``.
     :param weights: their weights.
-    :param max_components: the number of components, at most; fewer for few effective draws.
-    :returns: the guide; None for too few effective draws.
+    :param max_components: the number of distributions, at most; fewer for few effective draws.
+    :returns: the distributions, with their log-weights in place of ELBOs; None for too few
+        effective draws.
     """
     affordable = weights.effective_sample_size / (policy.matched_per_dim * points.shape[-1])
     if not affordable > 1:
@@ -519,11 +523,19 @@ def matched_guide(
         min(max_components, int(affordable)),
         weights.effective_sample_size,
     )
-    modes = Modes(loc, scale_tril, log_weights)
-    found = exact_guide(target.model, modes, *target.args, **target.kwargs)
-    if isinstance(found, AutoMixture):
-        found.log_weights = log_weights
-    return found
+    return Modes(loc, scale_tril, log_weights)
+
+
+def guide_of(target: Target, modes: Modes) -> AutoImplicit | AutoMixture:
+    """Return :func:`exact_guide` for the arguments of a target, with weights by the ELBOs.
+
+    :param target: the posterior.
+    :param modes: those of :func:`matched_modes`, for instance.
+    """
+    guide = exact_guide(target.model, modes, *target.args, **target.kwargs)
+    if isinstance(guide, AutoMixture):
+        guide.log_weights = modes.elbo.log_softmax(0)
+    return guide
 
 
 def corrected_draws(
@@ -623,7 +635,8 @@ def _joint_by_weights(
         if is_settled or covers_modes or guide is not found.guide:
             break
         most = policy.max_components if is_mixture else 1
-        guide = matched_guide(found.target, rest, weights, most, policy)
+        matched = matched_modes(rest, weights, most, policy)
+        guide = None if matched is None else guide_of(found.target, matched)
     index = weights.resample(num_samples)
     joint.keep(faults[index])
     latent, order = latent[index], index.argsort()

@@ -97,6 +97,7 @@ def _within_budget(
     correction = replace(
         policy.correction,
         num_weighed=min(policy.correction.num_weighed, weighed),
+        num_rounds=limits.num_rounds,
         num_adapted=min(policy.correction.num_adapted, weighed),
     )
     chains = chains_within(lambda number: number * score, budget)
@@ -104,7 +105,6 @@ def _within_budget(
     schedule = policy.schedule
     if budget.least_steps * policy.training.few_particles * score > budget.training_seconds:
         schedule = replace(schedule, max_gap=math.inf)  # a training is too expensive
-        correction = replace(correction, num_rounds=limits.num_rounds)
     return replace(policy, choice=choice, correction=correction, schedule=schedule), plan
 
 

@@ -423,16 +423,17 @@ class CorrectionPolicy:
     #: little for reliable weights.
     agrees: float = 0.75
 
-    #: Rounds of adaptive importance sampling (:class:`AdaptiveSampler`) in place of a training, at
-    #: most; 0 where a training is affordable.
+    #: Rounds of adaptive importance sampling (:class:`AdaptiveSampler`) before a training, at most.
     num_rounds: int = 0
 
-    #: Draws of each round.
+    #: Draws of each round, and seconds after which no other round begins.
     num_adapted: int = 1000
+    adaptive_seconds: float = 60.0
 
-    #: Normal distributions of its mixtures, at most, and effective draws of each for each
-    #: dimension, at least.
+    #: Normal distributions of a proposal, at most.
     max_components: int = 8
+
+    #: Effective draws for each of them and each dimension, at least.
     matched_per_dim: float = 4.0
 
     #: Effective draws of the guide for each resampled draw.
@@ -711,7 +712,8 @@ class IntegrationPolicy:
     #: Seconds: budget of these draws.
     draw_seconds: float = 15.0
 
-    #: Seconds: budgets of the two judgements of importance weights, and their least draws.
+    #: Seconds: budgets of the two judgements of importance weights and of each adaptive round, and
+    #: their least draws.
     weigh_seconds: float = 10.0
     least_weighed: int = 200
 
@@ -723,8 +725,8 @@ class IntegrationPolicy:
     #: counts with a known share of sightings converge in 2.
     chain_seconds: float = 20.0
 
-    #: ``CorrectionPolicy.num_rounds`` if a training is too expensive.
-    num_rounds: int = 12
+    #: ``CorrectionPolicy.num_rounds``: few variables remain, whose density may be expensive.
+    num_rounds: int = 16
 
     #: Share of ``max_seconds`` that the fit of the remaining variables may take.
     time_share: float = 0.7

@@ -27,7 +27,6 @@ from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, SMALL_ENOUGH, judge_chains
-from pyro_implicit.fitting.adaptive_sampling import AdaptiveSampler
 from pyro_implicit.fitting.candidates import (
     exact_log_weights,
     frame_of_draws,
@@ -40,7 +39,7 @@ from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
 from pyro_implicit.fitting.starts import best_of_race, between, first_scales
 from pyro_implicit.generators import AutoregressiveGenerator
-from pyro_implicit.guides import AutoImplicit, AutoMixture
+from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.affine_frame import normal_moments
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
@@ -52,11 +51,10 @@ from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.conditional_noise import conditional_noise
 from pyro_implicit.mcmc.spaces.space import GuideNoise
-from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.annealing import NormalMixture
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
 from pyro_implicit.runtime.global_state import same_streams
-from pyro_implicit.runtime.messages import counted, first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = [
     "ChainPlan",
@@ -189,9 +187,6 @@ def correct(stages: Stages, target: Target) -> float:
             line.outcome = f"skipped: {NO_WEIGHTS}"
             return efficiency
         line.outcome = f"{note}; {found}" if note else str(found)
-        if policy.num_rounds and not policy.accepts(found):
-            found, told = _adapt(stages, target, found)
-            line.outcome += told
         efficiency = found.efficiency
         if policy.accepts(found):
             result.correction = efficiency
@@ -220,37 +215,6 @@ def _double_near_bounds(stages: Stages, target: Target) -> str:
         if loses_digits(target, points):
             return widen_if_rounded(target, draw)
     return ""
-
-
-def _adapt(stages: Stages, target: Target, before: LogWeights) -> tuple[LogWeights, str]:
-    """Replace the chosen Gaussian by the first mixture of an adaptive sampler that is accepted, or
-    else by the best one if it makes weights more even.
-
-    :param before: the weights of the chosen guide.
-    :returns: the weights of the guide, and what was done, in words.
-    """
-    result, policy = stages.result, stages.policy.correction
-    if isinstance(result.guide, AutoMixture):  # its components cover modes
-        return before, ""
-    sampler, best, told = AdaptiveSampler(target, result.guide, policy), before, ""
-    most = sampler.draw().efficiency
-    for number in range(1, policy.num_rounds + 1):
-        guide = sampler.next_guide()
-        if guide is None or not stages.can_weigh(target, policy.num_adapted):
-            break
-        own = sampler.draw()
-        if own.efficiency <= most:
-            continue
-        most, found = own.efficiency, stages.reliability_of(guide, target)
-        if found is None:  # no time is left
-            break
-        if found.efficiency > best.efficiency:
-            stages.guides.append(guide)
-            result.guide, best = guide, found
-            told = f"; after {counted(number, 'adaptive round')} {found}"
-        if policy.accepts(best):
-            break
-    return best, told
 
 
 def train_mean_field(stages: Stages, target: Target) -> Fit:
@@ -486,7 +450,7 @@ def patience_of(stages: Stages) -> float:
 
 
 def _is_untrained(stages: Stages) -> bool:
-    return stages.result.chosen == "gaussian" and stages.noise is None
+    return stages.result.chosen in ("gaussian", "adaptive") and stages.noise is None
 
 
 def _teach_guide(stages: Stages, refined: Refined) -> None:

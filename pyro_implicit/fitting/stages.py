@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from pyro_implicit.density.mode_gaps import dip
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.modes import Modes
-from pyro_implicit.density.policy import RUNS, SEARCH
+from pyro_implicit.density.policy import RUNS, SEARCH, SYMMETRY
 from pyro_implicit.density.supports import on_fixed_supports
 from pyro_implicit.density.symmetry import confirmed, find_symmetries
 from pyro_implicit.density.tails import Tails, with_short_tails
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.policy import VERDICT
+from pyro_implicit.fitting.adaptive_sampling import AdaptiveSampler
 from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
@@ -48,7 +50,13 @@ from pyro_implicit.fitting.parameters import (
     shown_names,
     with_fixed_parameters,
 )
-from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule, TrainingPolicy
+from pyro_implicit.fitting.policy import (
+    DEFAULT,
+    CorrectionPolicy,
+    FitPolicy,
+    Schedule,
+    TrainingPolicy,
+)
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.training import TrainingInterrupted, default_loss, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
@@ -58,7 +66,7 @@ from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.conditional_noise import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import NO_LIMIT, TimeLimit
-from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.global_state import same_streams, seeded
 from pyro_implicit.runtime.messages import counted, first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, Stage, watching
@@ -393,7 +401,9 @@ class Stages:
                 symmetries=symmetries,
             )
             if symmetries:
-                symmetries = confirmed(symmetries, target, modes.loc)
+                # A bound may cut off images of points that are far from the modes.
+                near = torch.cat([modes.loc, _draws_near(modes, SYMMETRY.num_confirmed)])
+                symmetries = confirmed(symmetries, target, near)
             self.result.symmetries = symmetries
             note = ""
             if len(modes.loc) > 1 and not (symmetries or all_copies):
@@ -544,12 +554,14 @@ class Stages:
             policy = replace(policy, num_weighed=max(policy.least_weighed, number))
         return weigh(name, target, guide, losses, policy=policy)
 
-    def reliability_of(self, guide: Any, target: Target) -> LogWeights | None:
+    def reliability_of(
+        self, guide: Any, target: Target, wide: CorrectionPolicy | None = None
+    ) -> LogWeights | None:
         """Return the finding of ``reliability``; None if ``max_seconds`` is too short for it."""
         policy = self.policy.correction
         if not self.can_weigh(target, policy.num_weighed):
             return None
-        return reliability(guide, target, policy)
+        return reliability(guide, target, policy, wide)
 
     def can_weigh(self, target: Target, number: int) -> bool:
         """Return whether ``max_seconds`` suffices to evaluate a density at ``number`` draws."""
@@ -571,13 +583,15 @@ class Stages:
 
 def widen_near(target: Target, modes: Modes) -> str:
     """Call ``widen_if_rounded`` with draws of the best Gaussian; return its note after "; "."""
-    loc, factor = modes.loc[0], modes.scale_tril[0]
-
-    def draw(number: int) -> torch.Tensor:
-        return loc + torch.randn(number, len(loc)).to(loc) @ factor.mT
-
-    note = widen_if_rounded(target, draw)
+    note = widen_if_rounded(target, partial(_draws_near, modes))
     return f"; {note}" if note else ""
+
+
+def _draws_near(modes: Modes, number: int) -> torch.Tensor:
+    """Return draws of the best Gaussian, the same in each call."""
+    loc, factor = modes.loc[0], modes.scale_tril[0]
+    with same_streams(loc.device):
+        return loc + torch.randn(number, len(loc)).to(loc) @ factor.mT
 
 
 def still_falls(
@@ -644,10 +658,22 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
         notes = stages.set_weights(target, guide, modes)
         gaussian = stages.weigh("gaussian", guide, target)
         line.outcome = stages.add(gaussian) + notes
+        has_copies = len(modes.loc) > 1 and bool(stages.result.symmetries)  # chains weigh them
+        found, correction = None, stages.policy.correction
+        if math.isfinite(seconds) and not has_copies:
+            found = stages.reliability_of(guide, target)
+            if found is not None and correction.accepts(found):
+                stages.reliability = found
+                return gaussian
+            if correction.num_rounds and len(modes.loc) == 1:
+                told, stages.reliability = _adapt(stages, target, modes)
+                line.outcome += told
+                if stages.reliability is not None:
+                    return stages.candidates[-1]
         if gaussian.gap < stages.policy.schedule.max_gap:
             return gaussian
         if math.isfinite(seconds):
-            reason = _why_untrained(stages, target, modes, gaussian)
+            reason = _why_untrained(stages, target, modes, gaussian, found)
             if reason is not None:
                 line.outcome += reason
                 return gaussian
@@ -679,17 +705,47 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
     return stages.candidates[-1]
 
 
-def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candidate) -> str | None:
-    """Say why chains or importance weights replace the training of a guide; None if they do not.
+def _adapt(stages: Stages, target: Target, modes: Modes) -> tuple[str, LogWeights | None]:
+    """Add a mixture by adaptive sampling as a candidate, if it is better than the Gaussian.
 
-    Keeps the weights if they suffice, and the noise of the priors if chains use it.
+    :param modes: the first proposal.
+    :returns: what was done, in words, and the weights of the mixture if they suffice.
     """
-    policy, guide = stages.policy, gaussian.guide
-    has_copies = len(modes.loc) > 1 and bool(stages.result.symmetries)  # chains weigh them
-    found = None if has_copies else stages.reliability_of(guide, target)
-    if found is not None and policy.correction.accepts(found):
-        stages.reliability = found
-        return ""
+    policy, number = stages.policy.correction, 0
+    seconds = stages.limit.left(stages.policy.budget.training_share)
+    limit = TimeLimit(min(policy.adaptive_seconds, seconds))
+
+    def has_time() -> bool:
+        return not limit.is_over() and stages.can_weigh(target, policy.num_adapted)
+
+    if not has_time():
+        return "", None
+    sampler = AdaptiveSampler(target, modes, policy)
+    first = found = sampler.draw()
+    accepted = None
+    while accepted is None and number < policy.num_rounds and has_time() and sampler.adapt():
+        found, number = sampler.draw(), number + 1
+        if policy.accepts(found):  # The proposals are fitted to these draws: judge by fresh ones.
+            fresh = stages.reliability_of(sampler.guide(), target, policy)
+            accepted = fresh if fresh is not None and policy.accepts(fresh) else None
+    told = f"; after {counted(number, 'adaptive round')} "
+    if found.efficiency <= first.efficiency:
+        return f"{told}no better", None
+    guide = sampler.guide()
+    stages.guides.append(guide)
+    told += stages.add(stages.weigh("adaptive", guide, target))
+    return f"{told}, {found if accepted is None else accepted}", accepted
+
+
+def _why_untrained(
+    stages: Stages, target: Target, modes: Modes, gaussian: Candidate, found: LogWeights | None
+) -> str | None:
+    """Say why chains replace the training of a guide; None if they do not.
+
+    Keeps the noise of the priors if chains use it.
+
+    :param found: the importance weights of the Gaussian.
+    """
     if not math.isfinite(gaussian.bound):  # data bound a latent variable, or it is a spike
         return ""
     several = len(modes.loc) > 1 and not stages.result.symmetries
@@ -703,7 +759,7 @@ def _why_untrained(stages: Stages, target: Target, modes: Modes, gaussian: Candi
         weighs = "chains weigh" if stages.result.symmetries else "annealing weighs"
         return f"; {weighs} the modes, and no guide is trained"
     efficiency = 0.0 if found is None else found.efficiency
-    if _chains_are_cheaper(stages, target, guide, efficiency):
+    if _chains_are_cheaper(stages, target, gaussian.guide, efficiency):
         return "; chains cost less than the training of a guide"
     return None
 

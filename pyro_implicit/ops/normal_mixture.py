@@ -36,9 +36,9 @@ def fit_normal_mixture(
     >>> loc, scale_tril**2
     (tensor([[1.]]), tensor([[[0.6667]]]))
 
-    :param points: ``(num_points, dim)``, at least as many as dimensions.
+    :param points: ``(num_points, dim)``; those with a weight must span all dimensions.
     :param shares: :math:`s_i`, the weights of the points, which add up to one, ``(num_points,)``.
-    :param num_components: K. Their first means are random points.
+    :param num_components: K, at least 1. Their first means are random points.
     :param num_effective: n, the effective number of points.
     :returns: log-weights ``(K,)``, means ``(K, dim)`` and Cholesky factors of the covariances
         ``(K, dim, dim)``.
@@ -46,6 +46,7 @@ def fit_normal_mixture(
     Source: Fraley and Raftery (2007), *Bayesian regularization for normal mixture estimation and
     model-based clustering*, section 3.2, for the priors of the covariances.
     """
+    points, shares = points[shares > 0], shares[shares > 0]  # 0 * NaN is NaN
     dim, share = points.shape[-1], shares.double().unsqueeze(-1)
     loc = (share * points).sum(0)
     factor = lower_factor((share.sqrt() * (points - loc)).mT)

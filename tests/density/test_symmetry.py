@@ -422,6 +422,18 @@ def test_groups_that_do_not_hold_in_the_posterior_are_dropped():
     assert not confirmed(found, target, far)
 
 
+def test_a_cut_far_from_the_mode_breaks_permutations():
+    """The densities near the mode are those of exchangeable elements."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.factor("cut", torch.where(x[..., 0] > -1.5, 0.0, -torch.inf))
+
+    assert find_symmetries(Target(model))
+    result = fit(model, "auto", seed=0, progress=False)
+    assert not result.symmetries and (result.sample(1000)["x"][:, 0] > -1.5).all()
+
+
 PLACES = torch.tensor([-4.0, 1.0, 6.0])
 
 

@@ -26,7 +26,8 @@ from pyro_implicit.fitting import (
 from pyro_implicit.fitting.candidates import (
     corrected_draws,
     exact_log_weights,
-    matched_guide,
+    guide_of,
+    matched_modes,
     reliability,
 )
 from pyro_implicit.ops import LogWeights
@@ -133,7 +134,7 @@ def test_a_gaussian_with_the_moments_of_weighted_draws():
     density = Target(normal)
     points = torch.randn(400, density.latent_dim)
     weights = LogWeights(0.5 * torch.randn(400))
-    found = matched_guide(density, points, weights)
+    found = guide_of(density, matched_modes(points, weights))
     shares, transform = weights.shares.to(points), found.get_transform()
     loc = transform(torch.zeros(1, 2))  # the generator is almost the identity
     factor = (transform(torch.eye(2)) - loc).T
@@ -142,7 +143,20 @@ def test_a_gaussian_with_the_moments_of_weighted_draws():
     covariance = points.T.cov(correction=0, aweights=shares)
     torch.testing.assert_close(factor @ factor.T, covariance, **near)
     few = CorrectionPolicy(matched_per_dim=weights.effective_sample_size)
-    assert matched_guide(density, points, weights, policy=few) is None
+    assert matched_modes(points, weights, policy=few) is None
+
+
+def test_a_mixture_of_weighted_draws_has_their_shares():
+    points = 0.5 * torch.randn(400, 2)
+    points[:40] += 20.0
+    weights = LogWeights(torch.zeros(400))
+    torch.manual_seed(1)  # the first means lie in both clusters
+    found = matched_modes(points, weights, 2)
+    shares, factors = guide_of(Target(normal), found).log_weights.exp(), found.scale_tril
+    assert sorted(shares.tolist()) == pytest.approx([0.1, 0.9], abs=0.003)
+    assert factors.shape == (2, 2, 2)
+    few = CorrectionPolicy(matched_per_dim=400 / 2 / 1.9)  # for one and a half components
+    assert len(matched_modes(points, weights, 8, few).loc) == 1
 
 
 def test_the_lowest_hundredth_is_left_out(monkeypatch):

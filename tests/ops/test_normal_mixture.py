@@ -52,3 +52,15 @@ def test_components_of_repeated_points_do_not_collapse() -> None:
     _, _, scale_tril = fit_normal_mixture(points, torch.full((12,), 1 / 12), 3, 3.0)
     sds = scale_tril.square().sum(-1).sqrt()
     assert (sds > 0.3 * points.std(0)).all()
+
+
+def test_points_without_weight_have_no_part() -> None:
+    points, shares = weighted_points(50, 3)
+    torch.manual_seed(1)
+    expected = fit_normal_mixture(points, shares, 2, 20.0)
+    impossible = torch.tensor([[torch.nan] * 3, [torch.inf] * 3])
+    torch.manual_seed(1)
+    found = fit_normal_mixture(
+        torch.cat([points, impossible]), torch.cat([shares, torch.zeros(2)]), 2, 20.0
+    )
+    torch.testing.assert_close(found, expected)
