@@ -620,7 +620,7 @@ def _joint_by_weights(
     found: Any, joint: _JointDraws, num_samples: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Resample joint draws by the importance weights of the remaining variables."""
-    # Sobol points: moments of the remaining variables are then almost those of an integral.
+    # Sobol points, of all guides but mixtures: moments are then almost those of an integral.
     like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
     noise, policy = normal_draws(num_samples, len(like) + 1, like, seed), found.policy.correction
     guide, is_settled = found.guide, False
