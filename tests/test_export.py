@@ -274,6 +274,23 @@ def mixture(y):
         pyro.sample("y", dist.Normal(mean + z, 1.0), obs=y)
 
 
+def twice(y):
+    """Two observed sites with one class."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(mean + z, 1.0), obs=y)
+        pyro.sample("again", dist.Normal(mean + z, 1.0), obs=y)
+
+
+def test_likelihoods_of_rows_with_classes():
+    result = Fit(guide=StoredDraws({"mean": torch.zeros(3)}), source=(mixture, (Y.float(),), {}))
+    found = result.to_datatree(3, log_likelihood=True)["log_likelihood"]["y"].values
+    parts = [dist.Normal(mean, 1.0).log_prob(Y.float()) for mean in (0.0, 1.0)]
+    expected = torch.logaddexp(*parts) - math.log(2.0)
+    torch.testing.assert_close(torch.tensor(found)[0], expected.expand(3, -1))
+
+
 def nothing(y):
     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
     pyro.factor("y", dist.Normal(mean, 1.0).log_prob(y).sum())
@@ -288,7 +305,7 @@ def subsampled(y):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (mixture, "site 'y' is not known, because it depends on discrete latents"),
+        (twice, "site 'y' is not known, because they share discrete latents"),
         (nothing, "needs observations, but the model observes nothing"),
         (subsampled, "needs all data, but plate 'rows'"),
     ],
@@ -299,7 +316,7 @@ def test_no_likelihood_of_single_observations(model, message):
         result.to_datatree(3, log_likelihood=True)
     assert isinstance(found.value, SubsampledError) == (model is subsampled)
     assert sizes(result.to_datatree(3)) == {"posterior": {"mean": (1, 3)}}
-    if model is mixture:
+    if model is twice:
         replicas = result.to_datatree(3, posterior_predictive=True)["posterior_predictive"]["y"]
         assert replicas.shape == (1, 3, 6) and math.isfinite(float(replicas.sum()))
 

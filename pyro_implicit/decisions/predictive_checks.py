@@ -264,7 +264,7 @@ def predictive_check(
         groups = model_groups(draws, source, posterior_predictive=True)["posterior_predictive"]
     sites: dict[str, SiteCheck] = {}
     weights: list[Tensor | None] = [None] * len(found)
-    if group == "posterior" and not target.summed_out:
+    if group == "posterior" and not target.joint_sites(list(found)):
         sizes = [len(site.events) for site in found.values()]
         weights = list(_left_out_weights(target, draws).split(sizes))
     for (name, site), own in zip(found.items(), weights, strict=True):

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -18,7 +18,7 @@ from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.util import is_validation_enabled
 from pyro.ops.contract import contract_tensor_tree
-from pyro.ops.packed import broadcast_all, pack, scale_and_mask
+from pyro.ops.packed import broadcast_all, pack, scale_and_mask, unpack
 from pyro.ops.rings import LogRing
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -51,6 +51,7 @@ __all__ = [
     "UnfitModelError",
     "compute_log_prob",
     "converted",
+    "log_likelihood_of",
     "restore_priors",
     "total_log_prob",
     "trace_model",
@@ -460,6 +461,7 @@ class DiscreteSum:
         sums = set(trace.symbol_to_dim) - plates
         terms: OrderedDict[frozenset, list[Tensor]] = OrderedDict()
         scales: dict[str, Any] = {}
+        summed: dict[str, _SummedSite] = {}
         result = Trace()
         for name, site in minibatches.items():  # which further runs share
             result.add_node(name, **site)
@@ -482,6 +484,7 @@ class DiscreteSum:
             terms.setdefault(ordinal, []).append(term)
             scale = torch.as_tensor(site["scale"]).to(term)
             scales[name] = pack(scale, site["infer"]["_dim_to_symbol"])
+            summed[name] = _SummedSite(packed["unscaled_log_prob"], mask, scale, ordinal)
         scale = _common(scales)
         with shared_intermediates() as cache:
             total = _scaled(contract_tensor_tree(terms, sums, ring=_Ring(cache)), scale)
@@ -490,9 +493,80 @@ class DiscreteSum:
             name, type="sample", name=name, fn=dist.Unit(total, validate_args=False),
             value=total.new_empty(0), is_observed=True, scale=1.0, mask=None, infer={}, args=(),
             kwargs={}, cond_indep_stack=(), log_prob=total, unscaled_log_prob=total,
-            log_prob_sum=total,
+            log_prob_sum=total, joint=_SummedSites(summed, sums, self.names, trace.symbol_to_dim),
         )  # fmt: skip
         return result
+
+
+class _SummedSite(NamedTuple):
+    """A site that a sum over discrete latent variables replaces.
+
+    ``log_prob`` and ``mask`` are packed, and ``plates`` are the symbols of the site's plates.
+    """
+
+    log_prob: Tensor
+    mask: Any
+    scale: Tensor
+    plates: frozenset[str]
+
+
+class _SummedSites(NamedTuple):
+    """The ``sites`` of a sum over the discrete latent variables ``names``.
+
+    ``sums`` are the symbols of their values, and ``symbol_to_dim`` has those of the plates, too.
+    """
+
+    sites: dict[str, _SummedSite]
+    sums: set[str]
+    names: frozenset[str]
+    symbol_to_dim: dict[str, int]
+
+    def log_likelihood(self, name: str, scaled: bool) -> Tensor | None:
+        """Return the log-likelihood of each observation of a site, ``(*batch_shape)``.
+
+        :returns: None if observations share discrete latent variables with each other, or with
+            another site.
+        """
+        site, joined = self.sites[name], self._joined(name)
+        if any(one != name and one not in self.names for one in joined):
+            return None
+        if any(self.sites[one].plates != site.plates for one in joined):
+            return None
+        terms = [
+            scale_and_mask(self.sites[one].log_prob, mask=site.mask)
+            if one == name and scaled
+            else self.sites[one].log_prob
+            for one in joined
+        ]
+        with shared_intermediates() as cache:
+            tree = OrderedDict({site.plates: terms})
+            found = contract_tensor_tree(tree, self.sums, ring=_Ring(cache))
+        total = unpack(*found[site.plates], self.symbol_to_dim)
+        return total * site.scale if scaled else total
+
+    def _joined(self, name: str) -> list[str]:
+        """Return the sites that discrete latent variables connect with one, and the site."""
+        known, symbols = {name}, self._values_of(name)
+        for _ in self.sites:
+            known |= {one for one in self.sites if not symbols.isdisjoint(self._values_of(one))}
+            symbols = symbols.union(*map(self._values_of, known))
+        return sorted(known)
+
+    def _values_of(self, name: str) -> set[str]:
+        return self.sums.intersection(_symbols(self.sites[name].log_prob))
+
+
+def log_likelihood_of(trace: Trace, name: str, scaled: bool) -> Tensor | None:
+    """Return the log-likelihood of each observation of a site, ``(*batch_shape)``.
+
+    :param trace: trace with log-probabilities.
+    :param scaled: False leaves out scales and masks.
+    :returns: None for a site without it: its observations share discrete latent variables.
+    """
+    if name in trace:
+        return trace.nodes[name]["log_prob" if scaled else "unscaled_log_prob"]
+    (joint,) = [site["joint"] for site in trace.nodes.values() if "joint" in site]
+    return joint.log_likelihood(name, scaled)
 
 
 class _Ring(LogRing):

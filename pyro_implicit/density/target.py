@@ -29,6 +29,7 @@ from pyro_implicit.density.model import (
     Model,
     compute_log_prob,
     converted,
+    log_likelihood_of,
     total_log_prob,
 )
 from pyro_implicit.density.model_runs import ModelRuns
@@ -724,6 +725,15 @@ class Target:
         _ = self.is_vectorized
         return self._runs.map({name: draws[name] for name in self.shapes}, read)
 
+    def joint_sites(self, sites: Sequence[str]) -> list[str]:
+        """Return the sites whose observations have no log-likelihood of their own.
+
+        :param sites: the names of observed sites.
+        """
+        trace = self.trace_at(self.init_loc)
+        compute_log_prob(trace)
+        return [name for name in sites if log_likelihood_of(trace, name, scaled=False) is None]
+
     @torch.no_grad()
     def log_likelihood(
         self, draws: Mapping[str, Tensor], sites: Sequence[str], scaled: bool = True
@@ -748,22 +758,21 @@ class Target:
         :param sites: the names of observed sites.
         :param scaled: False leaves out scales and masks, also that of a minibatch to all data.
         :returns: by site, ``(num_draws, *batch_shape)``: an event is one observation.
-        :raises ValueError: for sites that depend on discrete latent variables, which are summed
-            out.
+        :raises ValueError: for a site whose observations share discrete latent variables, which are
+            summed out, with each other or with those of another site.
         """
-        lost = [name for name in sites if name not in self.trace_at(self.init_loc)]
-        if lost:
+        if lost := self.joint_sites(sites):
             raise ValueError(
                 f"the log-likelihood of single observations of site '{lost[0]}' is not known, "
-                "because it depends on discrete latents, which are summed out together with it. "
-                "Cure: a distribution that sums them by itself, such as MixtureSameFamily"
+                "because they share discrete latents, which are summed out, with each other or "
+                "with another site. Cure: a discrete latent for each observation, in its plates"
             )
 
         def read(trace: Trace) -> dict[str, Tensor]:
             compute_log_prob(trace)
-            return {name: trace.nodes[name][key] for name in sites}
+            found = {name: log_likelihood_of(trace, name, scaled) for name in sites}
+            return {name: value for name, value in found.items() if value is not None}
 
-        key = "log_prob" if scaled else "unscaled_log_prob"
         parts = []
         for start in range(0, len(next(iter(draws.values()))), RUNS.draws_at_once):
             some = {k: value[start : start + RUNS.draws_at_once] for k, value in draws.items()}

@@ -689,3 +689,85 @@ def test_a_factor_that_is_nan_at_all_draws_of_the_prior():
     assert Target(model).init_loc.tolist() == [0.0, 0.0]
     guide = AutoSemiImplicit(model, frame=None)
     assert all(value.isfinite() for value in guide().values())
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("vectorized", [True, False])
+def test_log_likelihoods_with_discrete_latents_of_each_row(vectorized):
+    """Two latents of a row, one of which depends on the other; a mask, and a scale."""
+    y, mask = torch.randn(5), torch.tensor([True, True, False, True, True])
+    share, shift = torch.tensor([0.3, 0.5, 0.3]), torch.tensor([0.0, 1.0])
+
+    def mixture():
+        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        if not vectorized:
+            loc = loc + 0.0 * loc[0].item()
+        with pyro.plate("rows", 5), poutine.scale(scale=2.0):
+            z = pyro.sample("z", dist.Categorical(weights))
+            is_high = pyro.sample("is_high", dist.Bernoulli(share[z]))
+            with poutine.mask(mask=mask):
+                pyro.sample("y", dist.Normal(loc[z] + is_high, 1.0), obs=y)
+        pyro.sample("x", dist.Normal(loc[0], 1.0), obs=torch.tensor(0.0))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Target runs the model one particle at a time")
+        target = Target(mixture)
+        assert target.is_vectorized == vectorized
+    draws = {"weights": dist.Dirichlet(torch.ones(3)).sample((4,)), "loc": torch.randn(4, 3)}
+    both = torch.stack([1 - share, share], -1).log() + draws["weights"].log().unsqueeze(-1)
+    means = draws["loc"].unsqueeze(-1) + shift
+    rows = dist.Normal(means.unsqueeze(1), 1.0).log_prob(y.reshape(5, 1, 1)) + both.unsqueeze(1)
+    rows = rows.flatten(-2).logsumexp(-1)
+    found = target.log_likelihood(draws, ["y", "x"])
+    torch.testing.assert_close(found["y"], 2.0 * rows * mask)
+    torch.testing.assert_close(found["x"], dist.Normal(draws["loc"][:, 0], 1.0).log_prob(0 * y[0]))
+    plain = target.log_likelihood(draws, ["y"], scaled=False)["y"]
+    torch.testing.assert_close(plain[:, mask], rows[:, mask])
+
+
+def markov(y):
+    p, z = pyro.sample("p", dist.Beta(1.0, 1.0)), torch.tensor(0.0)
+    for step in pyro.markov(range(2)):
+        z = pyro.sample(f"z_{step}", dist.Bernoulli(0.5 * p + 0.2 * z))
+        pyro.sample(f"y_{step}", dist.Normal(z, 1.0), obs=y[step])
+
+
+def two_sites(y):
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("rows", 2):
+        z = pyro.sample("z", dist.Bernoulli(p))
+        pyro.sample("y_0", dist.Normal(z, 1.0), obs=y)
+        pyro.sample("y_1", dist.Normal(z, 1.0), obs=y)
+
+
+def of_all_rows(y):
+    z = pyro.sample("z", dist.Bernoulli(pyro.sample("p", dist.Beta(1.0, 1.0))))
+    with pyro.plate("rows", 2):
+        pyro.sample("y_0", dist.Normal(z, 1.0), obs=y)
+
+
+def with_latent(y):
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("rows", 2):
+        z = pyro.sample("z", dist.Bernoulli(p))
+        x = pyro.sample("x", dist.Normal(z, 1.0))
+        pyro.sample("y_0", dist.Normal(x, 1.0), obs=y)
+        pyro.sample("y_1", dist.Normal(x + z, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("model", [markov, two_sites, of_all_rows])
+def test_observations_that_share_discrete_latents_have_no_log_likelihood(model):
+    target = Target(model, torch.tensor([0.3, 1.1]))
+    assert target.joint_sites(["y_0"]) == ["y_0"]
+    with pytest.raises(ValueError, match=r"site 'y_0' is not known, because they share discrete"):
+        target.log_likelihood({"p": torch.rand(3)}, ["y_0"])
+
+
+def test_data_given_a_continuous_latent_of_a_class():
+    """Without it, the class of a row is summed out of the prior alone."""
+    y, x = torch.tensor([0.3, 1.1]), torch.randn(3, 2)
+    target = Target(with_latent, y)
+    assert target.joint_sites(["y_0", "y_1"]) == ["y_1"]
+    found = target.log_likelihood({"p": torch.rand(3), "x": x}, ["y_0"])
+    torch.testing.assert_close(found["y_0"], dist.Normal(x, 1.0).log_prob(y))
