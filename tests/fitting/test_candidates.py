@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -24,12 +25,15 @@ from pyro_implicit.fitting import (
     weigh,
 )
 from pyro_implicit.fitting.candidates import (
+    _joint_by_weights,
+    _JointDraws,
     corrected_draws,
     exact_log_weights,
     guide_of,
     matched_modes,
     reliability,
 )
+from pyro_implicit.fitting.policy import DEFAULT
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.quadrature import normal_draws
 
@@ -157,6 +161,34 @@ def test_a_mixture_of_weighted_draws_has_their_shares():
     assert factors.shape == (2, 2, 2)
     few = CorrectionPolicy(matched_per_dim=400 / 2 / 1.9)  # for one and a half components
     assert len(matched_modes(points, weights, 8, few).loc) == 1
+
+
+@pytest.mark.parametrize(("num_modes", "num_fits"), [(1, 2), (2, 1)])
+def test_a_mixture_of_one_mode_is_fitted_again_to_its_weighted_draws(num_modes, num_fits):
+    """If weights are poor. A fit to the draws of two modes might lose one."""
+    torch.manual_seed(0)
+    loc = torch.tensor([[-1.0, 0.0], [1.0, 0.0]])
+    modes = Modes(loc, 0.5 * torch.eye(2).expand(2, 2, 2), torch.zeros(2))
+    target, log_probs = Target(heavy), []
+
+    class Marginal(SimpleNamespace):
+        policy = DEFAULT.marginal
+
+        def draw(self, rest):
+            log_probs.append(target.log_prob(rest))
+            return rest, log_probs[-1], torch.zeros(len(rest))
+
+    found = SimpleNamespace(
+        target=target,
+        guide=guide_of(target, modes),
+        correction=0.9,
+        num_modes=num_modes,
+        policy=SimpleNamespace(correction=CorrectionPolicy()),
+    )
+    latent, known = _joint_by_weights(found, _JointDraws(None, Marginal()), 500)
+    fits = [one for one in log_probs if len(one) == 500]  # the others are of repeated points
+    assert latent.shape == (500, 2) and len(fits) == num_fits
+    assert known["settled"] == (num_modes == 1) and bool(known["doubts"]) == (num_modes == 2)
 
 
 def test_the_lowest_hundredth_is_left_out(monkeypatch):
