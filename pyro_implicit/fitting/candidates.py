@@ -306,23 +306,22 @@ def exact_log_weights(
     :param guide: a guide for which ``has_exact_density`` is true.
     :param num_samples: the number of draws.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
-    :param noise: the standard normal noise of the draws ``(num_samples, latent_dim)``, for instance
-        of Sobol points; by default random. A mixture has none. With ``wide``, one more column
-        selects the scales.
+    :param noise: the standard normal noise of the draws ``(num_samples, 1 + latent_dim)``, for
+        instance of Sobol points; by default random. The first column selects the components of a
+        mixture; with ``wide``, one more at the end selects the scales.
     :param wide: widens the noise of some draws, so that they reach tails which the guide lacks.
     :returns: unconstrained draws ``(num_draws, latent_dim)`` and log-weights ``(num_draws,)``, -inf
         where the model has no density.
     """
     q = proposal_of(target, guide, wide)
-    if noise is not None and wide is not None:
-        noise = _widened_noise(noise, wide)
+    points = None if noise is None else _moved(guide, noise, wide)
     parts, log_weights = [], []
     log_prob = log_prob or target.log_prob
     for first in range(0, num_samples, DRAWS_AT_ONCE):
-        if noise is None or isinstance(guide, AutoMixture):
+        if points is None:
             part = q.sample(torch.Size((min(DRAWS_AT_ONCE, num_samples - first),)))
         else:
-            part = guide.get_transform()(noise[first : first + DRAWS_AT_ONCE])
+            part = points[first : first + DRAWS_AT_ONCE]
         parts.append(part)
         log_weights.append(log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
@@ -354,6 +353,21 @@ def _widened(q: Distribution, policy: CorrectionPolicy) -> Distribution:
     parts = [dist.Normal(zeros, scale).to_event(1) for scale in (1.0, *policy.wide_scales)]
     shares = zeros.new_tensor((policy.usual_share, *policy.wide_shares))
     return TransformedDistribution(Mixture(shares.log(), parts), q.transforms)
+
+
+def _moved(guide: AutoGuide, noise: Tensor, wide: CorrectionPolicy | None) -> Tensor:
+    """Return the draws that a guide makes of noise; see :func:`exact_log_weights`."""
+    selected, noise = noise[:, 0], noise[:, 1:]
+    if wide is not None:
+        noise = _widened_noise(noise, wide)
+    if not isinstance(guide, AutoMixture):
+        return guide.get_transform()(noise)
+    shares = guide.log_weights.softmax(0)
+    place = torch.bucketize(torch.special.ndtr(selected), shares[:-1].cumsum(0))
+    points = torch.empty_like(noise)
+    for index, part in enumerate(guide.components):
+        points[place == index] = part.get_transform()(noise[place == index])
+    return points
 
 
 def _widened_noise(noise: Tensor, policy: CorrectionPolicy) -> Tensor:
@@ -620,9 +634,9 @@ def _joint_by_weights(
     found: Any, joint: _JointDraws, num_samples: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Resample joint draws by the importance weights of the remaining variables."""
-    # Sobol points, of all guides but mixtures: moments are then almost those of an integral.
+    # Sobol points: moments of the remaining variables are then almost those of an integral.
     like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
-    noise, policy = normal_draws(num_samples, len(like) + 1, like, seed), found.policy.correction
+    noise, policy = normal_draws(num_samples, len(like) + 2, like, seed), found.policy.correction
     guide, is_settled = found.guide, False
     while guide is not None:
         rest, weights = exact_log_weights(
