@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -152,7 +153,8 @@ class PredictiveCheck(Printed):
     """Observed data next to data drawn from the prior or the posterior. ``print`` shows the table.
 
     :ivar group: ``"prior"`` or ``"posterior"``.
-    :ivar sites: the checks by observed site.
+    :ivar sites: the checks by observed site. The sites of a loop with one observation each are one
+        series, such as ``"y_0 to y_99"``.
     """
 
     group: Literal["prior", "posterior"]
@@ -262,21 +264,43 @@ def predictive_check(
         groups = model_groups(draws, source, prior=number)["prior_predictive"]
     else:
         groups = model_groups(draws, source, posterior_predictive=True)["posterior_predictive"]
-    sites: dict[str, SiteCheck] = {}
-    weights: list[Tensor | None] = [None] * len(found)
-    if group == "posterior" and not target.joint_sites(list(found)):
-        sizes = [len(site.events) for site in found.values()]
-        weights = list(_left_out_weights(target, draws).split(sizes))
-    for (name, site), own in zip(found.items(), weights, strict=True):
-        replicated = groups[name].flatten(0, 1)[:, site.used]
+    replicas = {name: groups[name].flatten(0, 1)[:, site.used] for name, site in found.items()}
+    for name, replicated in replicas.items():
         if not replicated.double().isfinite().all():
             raise ValueError(
                 f"data of site '{name}' that were drawn from the {group} are not finite. Cure: a "
                 "prior whose data are finite, or float64"
             )
+    weights: dict[str, Tensor] = {}
+    if group == "posterior" and not target.joint_sites(list(found)):
+        sizes = [len(site.events) for site in found.values()]
+        parts = _left_out_weights(target, draws).split(sizes)
+        weights = dict(zip(found, parts, strict=True))
+    sites = {}
+    for label, names in _series(found).items():
         with torch.device("cpu"):
-            sites[name] = _check(name, site, replicated, statistics, own, group == "prior")
+            sites[label] = _check(
+                label,
+                found[names[0]].is_discrete,
+                torch.cat([found[name].events for name in names]),
+                torch.cat([replicas[name] for name in names], 1),
+                statistics,
+                torch.cat([weights[name] for name in names]) if weights else None,
+                group == "prior",
+            )
     return PredictiveCheck(group, sites)
+
+
+def _series(sites: Mapping[str, ObservedSite]) -> dict[str, list[str]]:
+    """Return the names of sites by label: a loop's sites of one observation each are one series."""
+    found: dict[Any, list[str]] = {}
+    for name, site in sites.items():
+        key = name if len(site.events) > 1 else re.sub(r"\d+", "#", name)
+        found.setdefault((key, site.events.shape, site.is_discrete), []).append(name)
+    return {
+        names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}": names
+        for names in found.values()
+    }
 
 
 def _left_out_weights(target: Target, draws: Mapping[str, Tensor]) -> Tensor:
@@ -298,18 +322,22 @@ def _left_out_weights(target: Target, draws: Mapping[str, Tensor]) -> Tensor:
 
 def _check(
     name: str,
-    site: ObservedSite,
+    is_discrete: bool,
+    observed: Tensor,
     replicated: Tensor,
     statistics: Statistics | None,
     weights: Tensor | None,
     is_prior: bool,
 ) -> SiteCheck:
-    observed, replicated = site.events.cpu(), replicated.cpu()
-    is_binary = site.is_discrete and bool(((replicated == 0) | (replicated == 1)).all())
+    observed, replicated = observed.cpu(), replicated.cpu()
+    is_binary = is_discrete and bool(((replicated == 0) | (replicated == 1)).all())
     kind: Literal["continuous", "count", "binary"] = "continuous"
-    if site.is_discrete:
+    if is_discrete:
         kind = "binary" if is_binary else "count"
-    functions = _DEFAULTS[kind] if statistics is None else statistics
+    functions = statistics
+    if functions is None:  # a single value has no standard deviation
+        is_single = observed.numel() == 1
+        functions = {k: f for k, f in _DEFAULTS[kind].items() if not (is_single and k == "sd")}
     found = {
         label: _statistic(f"{label} of '{name}'", function, observed, replicated)
         for label, function in functions.items()

@@ -109,6 +109,26 @@ def test_few_draws_are_named():
     assert not found.sites["y"].is_judged and "draws are fewer than 25" in str(found)
 
 
+def test_sites_of_a_loop_are_one_series():
+    def loop(y):
+        x = pyro.sample("x", dist.Normal(0.0, 5.0))
+        for step in range(len(y)):
+            pyro.sample(f"y_{step}", dist.Normal(x, 1.0), obs=y[step])
+        pyro.sample("total", dist.Poisson(x.exp()), obs=torch.tensor(3.0))
+
+    torch.manual_seed(0)
+    draws = posterior(NORMAL)
+    found = predictive_check("posterior", Target(loop, NORMAL), draws)
+    assert list(found.sites) == ["total", f"y_0 to y_{N - 1}"]
+    site, single = found.sites[f"y_0 to y_{N - 1}"], found.sites["total"]
+    torch.testing.assert_close(site.observed, NORMAL)
+    torch.manual_seed(0)
+    together = predictive_check("posterior", Target(normal, NORMAL), draws).sites["y"]
+    assert site.replicated.shape == together.replicated.shape and site.faults == []
+    torch.testing.assert_close(site.pit, together.pit, rtol=0, atol=0.1)
+    assert set(single.statistics) == {"mean", "share of zeros", "max"}
+
+
 def test_the_band_of_the_pit_ecdf_holds_at_all_points_together():
     torch.manual_seed(0)
     inside = 0
