@@ -449,9 +449,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         owner = self if self.master is None else self.master()  # of an AutoGuideList
         if owner is None or owner.create_plates is None:
             return
-        with poutine.block():
+        with poutine.block(), _IndexedPlates() as indexed:
             given = self._create_plates(*args, **kwargs)
-            with _IndexedPlates() as indexed:  # again: the plates of an AutoGuideList exist already
+            if owner is not self:  # the plates of an AutoGuideList exist already
                 owner.create_plates(*args, **kwargs)
         # As in SVI, the indices are those of the guide, also for a plate that the model has whole.
         indices = Trace()

@@ -159,7 +159,7 @@ def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, mon
     class Found(LogWeights):
         khat, efficiency = 2.0, property(lambda self: efficiency)
 
-    def found(guide, target, policy):
+    def found(guide, target, policy, wide):
         return Found(torch.zeros(1))
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.reliability", found)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -14,8 +13,9 @@ import torch
 from pyro_implicit.density.modes import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import mixture_weights
-from pyro_implicit.fitting.policy import FitPolicy, MixturePolicy
-from pyro_implicit.fitting.stages import _why_untrained
+from pyro_implicit.fitting.policy import MixturePolicy
+from pyro_implicit.fitting.stages import Stages, train_exact
+from pyro_implicit.runtime.clock import NO_LIMIT
 
 #: Two modes, each with copies, and their Gaussians.
 MODES = Modes(torch.tensor([[-1.0], [1.0]]), torch.ones(2, 1, 1), torch.zeros(2))
@@ -167,17 +167,20 @@ def test_many_components_are_judged_at_fewer_draws(number, draws):
 
 
 @pytest.mark.parametrize(("symmetries", "num_judged"), [((), 1), (("permutations",), 0)])
-def test_importance_weights_of_modes_with_copies_are_not_judged(symmetries, num_judged):
+def test_importance_weights_of_modes_with_copies_are_not_judged(
+    symmetries, num_judged, monkeypatch
+):
     """Nothing would use them, as modes may have different numbers of copies."""
     judged = []
-    stages = SimpleNamespace(
-        policy=FitPolicy(),
-        result=SimpleNamespace(symmetries=symmetries),
-        reliability_of=lambda *args: judged.append(args),
-        noise=None,
-    )
-    gaussian = SimpleNamespace(guide=None, bound=0.0)
-    reason = _why_untrained(stages, target(two_modes), MODES, gaussian)
+    monkeypatch.setattr(Stages, "reliability_of", lambda *args: judged.append(args))
+    density, modes = target(two_modes), Modes(*(part.double() for part in MODES))
+    stages = Stages(density.model, (), {}, 100, lr=0.01, num_particles=8, limit=NO_LIMIT)
+    stages.result.symmetries = symmetries
+    with stages.kept_apart():
+        train_exact(stages, density, modes, 10.0)
+        stages.choose(density, modes)
     weighs = "chains weigh" if symmetries else "annealing weighs"
-    assert reason == f"; {weighs} the modes, and no guide is trained"
+    assert stages.result.stages[0].outcome.endswith(
+        f"; {weighs} the modes, and no guide is trained"
+    )
     assert len(judged) == num_judged
