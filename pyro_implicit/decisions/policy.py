@@ -56,10 +56,6 @@ class DecisionPolicy:
     #: Data sets of a predictive check.
     num_replicas: int = 1000
 
-    #: Share of observations without reliable leave-one-out predictions up to which the others
-    #: judge the calibration.
-    most_unreliable: float = 0.1
-
     #: Probability of either tail below which a test statistic is named.
     tail: float = 0.005
 

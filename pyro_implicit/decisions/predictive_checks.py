@@ -124,9 +124,18 @@ class SiteCheck:
         return self.replicated.double().quantile(tails, dim=0)
 
     @property
-    def is_judged(self) -> bool:
-        """Whether nearly all observations have reliable leave-one-out predictions."""
-        return self.num_unreliable <= DECISIONS.most_unreliable * len(self.observed)
+    def is_miscalibrated(self) -> bool:
+        """Whether the PIT-ECDF leaves its band, wherever the values that are not counted lie.
+
+        These are often outliers: without them, predictions of a true model look too wide.
+        """
+        band = self.pit_ecdf
+        if band is None:
+            return False
+        share = self.num_unreliable / len(self.observed)
+        lowest = (1 - share) * (band.observed + band.x)
+        is_outside = (lowest > band.x + band.high) | (lowest + share < band.x + band.low)
+        return bool(is_outside.any())
 
     @property
     def faults(self) -> list[str]:
@@ -138,7 +147,7 @@ class SiteCheck:
         ]
         if self.is_prior:
             return found
-        if self.is_judged and self.pit_ecdf is not None and self.pit_ecdf.num_outside:
+        if self.is_miscalibrated:
             found.append("predictions are not calibrated: the PIT-ECDF leaves its 95 % band")
         # Twice the share of points that chance alone puts outside of their intervals.
         limit = 2 * (1 - DECISIONS.band_mass)
@@ -179,7 +188,7 @@ class PredictiveCheck(Printed):
                 yield (
                     "  not counted, as the draws cannot give predictions without them (k-hat above "
                     ".7: the posterior without them is another, or draws are fewer than 25): "
-                    f"{site.num_unreliable}" + "; calibration is not judged" * (not site.is_judged)
+                    f"{site.num_unreliable}"
                 )
             yield from (f"  ! {fault}" for fault in site.faults)
 

@@ -316,7 +316,8 @@ class Fit(Printed):
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
         number = self.policy.choice.num_kept
-        found = self._posterior(number)
+        is_resampled = self.draws is self.refined is None and self.correction is not None
+        found = self._resampled if is_resampled else self._posterior(number)
         if self.supports:
             draws = found.samples if isinstance(found, StoredDraws) else draw(found, number)
             found = StoredDraws(self._with_values(draws))
@@ -324,6 +325,11 @@ class Fit(Printed):
             found = copy.copy(found)
             found.plates = self._site_plates
         return found
+
+    @cached_property
+    def _resampled(self) -> StoredDraws:
+        """The resampled draws of ``posterior``, which need many evaluations of the density."""
+        return self._posterior(self.policy.choice.num_kept)
 
     @cached_property
     def _site_plates(self) -> dict[str, SitePlates]:

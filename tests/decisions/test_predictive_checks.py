@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.decisions.predictive_checks import predictive_check
+from pyro_implicit.decisions.predictive_checks import _pit_ecdf, predictive_check
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides import StoredDraws
@@ -73,12 +74,12 @@ def test_observations_without_which_the_posterior_is_another_do_not_count():
     found = predictive_check("posterior", Target(one_vector, NORMAL), posterior(NORMAL))
     site = found.sites["y"]
     assert site.num_unreliable == 1 and site.pit_ecdf is None and not len(site.pit)
-    assert not site.is_judged and site.faults == [] and "not counted" in str(found)
+    assert site.faults == [] and "not counted" in str(found)
     assert "intervals" not in str(found) and found.plot() is not None
 
     far = torch.cat([NORMAL, torch.tensor([40.0])])
     site = check(far)
-    assert site.num_unreliable == 1 and site.pit.shape == (N,) and site.is_judged
+    assert site.num_unreliable == 1 and site.pit.shape == (N,)
 
 
 def test_nearly_equal_weights_need_no_khat():
@@ -106,7 +107,7 @@ def test_few_draws_are_named():
     torch.manual_seed(0)
     y = NORMAL[:3]
     found = predictive_check("posterior", Target(normal, y), posterior(y, (4, 5)))
-    assert not found.sites["y"].is_judged and "draws are fewer than 25" in str(found)
+    assert found.sites["y"].num_unreliable == 3 and "draws are fewer than 25" in str(found)
 
 
 def test_sites_of_a_loop_are_one_series():
@@ -127,6 +128,16 @@ def test_sites_of_a_loop_are_one_series():
     assert site.replicated.shape == together.replicated.shape and site.faults == []
     torch.testing.assert_close(site.pit, together.pit, rtol=0, atol=0.1)
     assert set(single.statistics) == {"mean", "share of zeros", "max"}
+
+
+@pytest.mark.parametrize(("num_lost", "is_fault"), [(0, True), (4, True), (25, False)])
+def test_values_that_are_not_counted_may_lie_anywhere(num_lost, is_fault):
+    """The middle of a uniform variable, with few values or all others left out."""
+    torch.manual_seed(0)
+    pit = torch.linspace(0.15, 0.85, 100)
+    site = replace(check(NORMAL), pit=pit, pit_ecdf=_pit_ecdf(pit), num_unreliable=num_lost)
+    site = replace(site, observed=torch.zeros(100 + num_lost))
+    assert site.pit_ecdf.num_outside > 0 and site.is_miscalibrated == is_fault
 
 
 def test_the_band_of_the_pit_ecdf_holds_at_all_points_together():

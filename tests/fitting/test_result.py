@@ -57,6 +57,8 @@ def test_corrected_draws_are_the_posteriors():
     # Fit does it by itself where it found the weights reliable, and does not if told so.
     result.correction = 0.9
     assert result.sample(40_000)["x"].mean().item() == pytest.approx(mean, abs=0.02)
+    # They are expensive, so that the guide of predictions keeps them.
+    assert result.posterior.samples["x"] is result.posterior.samples["x"]
     plain = result.sample(40_000, corrected=False)["x"]
     assert plain.mean().item() == pytest.approx(raw.mean().item(), abs=0.03)
 
