@@ -302,7 +302,7 @@ def predictive_check(
 
 def _series(sites: Mapping[str, ObservedSite]) -> dict[str, list[str]]:
     """Return the names of sites by label: a loop's sites of one observation each are one series."""
-    found: dict[Any, list[str]] = {}
+    found: dict[tuple[str, torch.Size, bool], list[str]] = {}
     for name, site in sites.items():
         key = name if len(site.events) > 1 else re.sub(r"\d+", "#", name)
         found.setdefault((key, site.events.shape, site.is_discrete), []).append(name)
@@ -319,13 +319,11 @@ def _left_out_weights(target: Target, draws: Mapping[str, Tensor]) -> Tensor:
     weights = logs.softmax(-1)
     is_even = weights.square().sum(-1).reciprocal() > EVEN_EFFICIENCY * logs.shape[-1]
     for row in (~is_even).nonzero().flatten().tolist():
-        is_reliable = bool(logs[row].max() < math.inf)
-        if is_reliable:
+        weights[row] = math.nan
+        if logs[row].max() < math.inf:
             smoothed = pareto_smoothed(logs[row])
-            weights[row] = smoothed.log_weights.exp()
-            is_reliable = smoothed.khat <= RELIABLE_KHAT
-        if not is_reliable:
-            weights[row] = math.nan
+            if smoothed.khat <= RELIABLE_KHAT:
+                weights[row] = smoothed.log_weights.exp()
     return weights
 
 

@@ -528,15 +528,13 @@ class _SummedSites(NamedTuple):
             another site.
         """
         site, joined = self.sites[name], self._joined(name)
-        if any(one != name and one not in self.names for one in joined):
-            return None
-        if any(self.sites[one].plates != site.plates for one in joined):
+        if joined is None:
             return None
         terms = [
             scale_and_mask(self.sites[one].log_prob, mask=site.mask)
             if one == name and scaled
             else self.sites[one].log_prob
-            for one in joined
+            for one in sorted(joined)
         ]
         with shared_intermediates() as cache:
             tree = OrderedDict({site.plates: terms})
@@ -544,13 +542,20 @@ class _SummedSites(NamedTuple):
         total = unpack(*found[site.plates], self.symbol_to_dim)
         return total * site.scale if scaled else total
 
-    def _joined(self, name: str) -> list[str]:
-        """Return the sites that discrete latent variables connect with one, and the site."""
-        known, symbols = {name}, self._values_of(name)
-        for _ in self.sites:
-            known |= {one for one in self.sites if not symbols.isdisjoint(self._values_of(one))}
-            symbols = symbols.union(*map(self._values_of, known))
-        return sorted(known)
+    def _joined(self, name: str) -> set[str] | None:
+        """Return a site and its discrete latent variables, if no other site depends on them and all
+        lie in the same plates; else None."""
+        joined: set[str] = set()
+        more = {name}
+        while more:
+            joined |= more
+            others = joined - {name} - self.names
+            if others or any(self.sites[one].plates != self.sites[name].plates for one in more):
+                return None
+            symbols = set().union(*map(self._values_of, more))
+            connected = {n for n in self.sites if not symbols.isdisjoint(self._values_of(n))}
+            more = connected - joined
+        return joined
 
     def _values_of(self, name: str) -> set[str]:
         return self.sums.intersection(_symbols(self.sites[name].log_prob))

@@ -24,8 +24,8 @@ class AdaptiveSampler:
 
     .. math:: w(\theta) = \frac{p(\theta)}{\frac{1}{T} \sum_t q_t(\theta)},
 
-    and fits the next proposal to them. No draw is lost, and a draw in a tail that one proposal
-    lacks cannot dominate once another one covers that tail.
+    and fits the next proposal to them. No draw is lost, and draws in a tail have moderate weights
+    once any proposal covers it.
 
     **Example:**
 
@@ -98,8 +98,7 @@ class AdaptiveSampler:
 def _widened(modes: Modes, policy: CorrectionPolicy) -> Distribution:
     """Return the mixture of Gaussians, each of which is mixed with wider ones."""
     loc = modes.loc
-    scales = loc.new_tensor((1.0, *policy.wide_scales))
-    shares = loc.new_tensor((policy.usual_share, *policy.wide_shares))
+    shares, scales = map(loc.new_tensor, policy.widths)
     log_weights = modes.elbo.log_softmax(0).unsqueeze(-1) + shares.log()
     scale_tril = modes.scale_tril.unsqueeze(1) * scales.reshape(-1, 1, 1)
     parts = MultivariateNormal(

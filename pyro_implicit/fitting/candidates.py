@@ -350,9 +350,9 @@ def _widened(q: Distribution, policy: CorrectionPolicy) -> Distribution:
     if not isinstance(q, TransformedDistribution):
         return q
     zeros = torch.zeros_like(q.base_dist.mean)
-    parts = [dist.Normal(zeros, scale).to_event(1) for scale in (1.0, *policy.wide_scales)]
-    shares = zeros.new_tensor((policy.usual_share, *policy.wide_shares))
-    return TransformedDistribution(Mixture(shares.log(), parts), q.transforms)
+    shares, scales = policy.widths
+    parts = [dist.Normal(zeros, scale).to_event(1) for scale in scales]
+    return TransformedDistribution(Mixture(zeros.new_tensor(shares).log(), parts), q.transforms)
 
 
 def _moved(guide: AutoGuide, noise: Tensor, wide: CorrectionPolicy | None) -> Tensor:
@@ -362,8 +362,7 @@ def _moved(guide: AutoGuide, noise: Tensor, wide: CorrectionPolicy | None) -> Te
         noise = _widened_noise(noise, wide)
     if not isinstance(guide, AutoMixture):
         return guide.get_transform()(noise)
-    shares = guide.log_weights.softmax(0)
-    place = torch.bucketize(torch.special.ndtr(selected), shares[:-1].cumsum(0))
+    place = _places(selected, guide.log_weights.softmax(0))
     points = torch.empty_like(noise)
     for index, part in enumerate(guide.components):
         points[place == index] = part.get_transform()(noise[place == index])
@@ -372,9 +371,13 @@ def _moved(guide: AutoGuide, noise: Tensor, wide: CorrectionPolicy | None) -> Te
 
 def _widened_noise(noise: Tensor, policy: CorrectionPolicy) -> Tensor:
     """Return noise that is scaled as the last column says, without that column."""
-    shares = noise.new_tensor((policy.usual_share, *policy.wide_shares[:-1]))
-    place = torch.bucketize(torch.special.ndtr(noise[:, -1]), shares.cumsum(0))
-    return noise[:, :-1] * noise.new_tensor((1.0, *policy.wide_scales))[place].unsqueeze(-1)
+    shares, scales = map(noise.new_tensor, policy.widths)
+    return noise[:, :-1] * scales[_places(noise[:, -1], shares)].unsqueeze(-1)
+
+
+def _places(noise: Tensor, shares: Tensor) -> Tensor:
+    """Return places that standard normal noise selects, each with its share, ``(num_samples,)``."""
+    return torch.bucketize(torch.special.ndtr(noise), shares[:-1].cumsum(0))
 
 
 def set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -453,6 +453,11 @@ class CorrectionPolicy:
         """The share of draws with the guide's own noise."""
         return 1 - sum(self.wide_shares)
 
+    @property
+    def widths(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The shares of all draws, and the scales of their noise."""
+        return (self.usual_share, *self.wide_shares), (1.0, *self.wide_scales)
+
     def confirms(self, weights: LogWeights, efficiency: float) -> bool:
         """Return whether more weights confirm the accepted ones.
 

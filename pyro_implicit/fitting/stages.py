@@ -725,11 +725,11 @@ def _adapt(stages: Stages, target: Target, modes: Modes) -> tuple[str, LogWeight
     accepted = None
     while accepted is None and number < policy.num_rounds and has_time() and sampler.adapt():
         found, number = sampler.draw(), number + 1
-        if policy.accepts(found):  # The proposals are fitted to these draws: judge by fresh ones.
+        if policy.accepts(found):  # the proposals were fitted to these draws: judge by fresh ones
             fresh = stages.reliability_of(sampler.guide(), target, policy)
             accepted = fresh if fresh is not None and policy.accepts(fresh) else None
     told = f"; after {counted(number, 'adaptive round')} "
-    if found.efficiency <= first.efficiency:
+    if accepted is None and found.efficiency <= first.efficiency:
         return f"{told}no better", None
     guide = sampler.guide()
     stages.guides.append(guide)

@@ -51,8 +51,8 @@ def find_local_sites(
     :param trace: trace of the model.
     :param names: names of the sites; by default all in subsampled plates, or without such a plate,
         all in plates of data.
-    :param row_plates: names of the plates of rows; by default the
-        subsampled ones, or without any, those with data.
+    :param row_plates: names of the plates of rows; by default the subsampled ones,
+        or without any, all with data.
     :raises ValueError: for no such latents, or a name that is not a continuous latent in one plate
         of rows.
     """

@@ -53,7 +53,7 @@ def test_weights_have_the_mean_density_of_all_proposals(monkeypatch) -> None:
     log_q = torch.stack([log_density(one, points) for one in used]).exp().mean(0).log()
     expected = (target.log_prob(points) - log_q).log_softmax(0)
     torch.testing.assert_close(weights.values.log_softmax(0), expected)
-    # The guide is the mixture of those that were drawn from; its generators are almost normal.
+    # The guide is the mixture of the three drawn from; its generators are almost normal.
     mixture = proposal_of(target, sampler.guide(), DEFAULT.correction)
     torch.testing.assert_close(mixture.log_prob(points), log_q, rtol=0, atol=0.02)
 
@@ -125,6 +125,19 @@ def test_rounds_end_with_the_first_guide_that_fresh_draws_confirm(monkeypatch, a
     assert found is good and len(judged) == accepted and state.candidates[-1].name == "adaptive"
     assert len(judged[-1].components) == len(state.candidates[-1].guide.components)
     assert f"; after {accepted} adaptive round" in told and state.guides[-1] is not judged[0]
+
+
+def test_an_accepted_guide_need_not_have_more_even_weights(monkeypatch) -> None:
+    """The first weights may be even, and have a heavy tail."""
+    torch.manual_seed(0)
+    target, state, good = Target(scales), state_of(), LogWeights(torch.zeros(10))
+    monkeypatch.setattr(LogWeights, "efficiency", 0.9)
+    monkeypatch.setattr(CorrectionPolicy, "accepts", lambda self, found: True)
+    monkeypatch.setattr(state, "reliability_of", lambda *_: good)
+    modes = find_modes(target)
+    with state.kept_apart():
+        assert _adapt(state, target, modes)[1] is good
+        state.choose(target, modes)
 
 
 def test_no_round_begins_without_time(monkeypatch) -> None:
