@@ -87,7 +87,7 @@ def test_nearly_equal_weights_need_no_khat():
     torch.manual_seed(0)
     x = torch.linspace(-3.0, 3.0, 60)
     draws = {"a": 0.3 * torch.randn(4, 250)}
-    target = Target(logistic, x, (x > 0).float(), 6.0)
+    target = Target(logistic, x, (x > 0).float(), 8.0)
     site = predictive_check("posterior", target, draws).sites["y"]
     assert site.num_unreliable == 0 and site.pit.shape == (60,)
 
@@ -101,6 +101,24 @@ def test_leave_one_out_predictions_by_draws_of_two_values():
     weights = (-dist.Normal(values, 1.0).log_prob(y)).softmax(0)  # both values in half of the draws
     exact = (weights * dist.Normal(values, 1.0).cdf(y)).sum(0)
     assert site.num_unreliable == 0 and (site.pit - exact).abs().max() < 0.05
+
+
+def test_leave_one_out_predictions_with_a_class_of_each_row():
+    torch.manual_seed(0)
+    y, draws = torch.tensor([0.0, 1.0, 2.0]), {"x": torch.tensor([0.0, 1.0]).repeat(4, 500)}
+
+    def mixture(y):
+        x = pyro.sample("x", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(x + z, 1.0), obs=y)
+
+    site = predictive_check("posterior", Target(mixture, y), draws).sites["y"]
+    means = torch.tensor([[0.0, 1.0], [1.0, 2.0]])  # of x, and of z
+    normal_of_class = dist.Normal(means.unsqueeze(-1), 1.0)
+    density, cdf = normal_of_class.log_prob(y).exp().mean(1), normal_of_class.cdf(y).mean(1)
+    exact, in_sample = ((1 / density) * cdf).sum(0) / (1 / density).sum(0), cdf.mean(0)
+    assert (site.pit - exact).abs().max() < 0.02 < 0.035 < (in_sample - exact).abs().max()
 
 
 def test_few_draws_are_named():

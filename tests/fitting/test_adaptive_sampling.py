@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -100,8 +102,8 @@ def test_the_guide_of_one_round_is_the_first_gaussian() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
 
 
-def state_of(limit: TimeLimit = NO_LIMIT) -> Stages:
-    policy = FitPolicy(correction=CorrectionPolicy(num_rounds=5, num_adapted=200))
+def state_of(limit: TimeLimit = NO_LIMIT, **options: Any) -> Stages:
+    policy = FitPolicy(correction=CorrectionPolicy(num_rounds=5, num_adapted=200, **options))
     return Stages(scales, (), {}, 100, lr=0.01, num_particles=8, limit=limit, policy=policy)
 
 
@@ -140,7 +142,8 @@ def test_an_accepted_guide_need_not_have_more_even_weights(monkeypatch) -> None:
         state.choose(target, modes)
 
 
-def test_no_round_begins_without_time(monkeypatch) -> None:
+@pytest.mark.parametrize("state", [state_of(TimeLimit(-1.0)), state_of(adaptive_seconds=0.0)])
+def test_no_round_begins_without_time(monkeypatch, state) -> None:
     monkeypatch.delattr(AdaptiveSampler, "draw")
     target = Target(scales)
-    assert _adapt(state_of(TimeLimit(-1.0)), target, find_modes(target)) == ("", None)
+    assert _adapt(state, target, find_modes(target)) == ("", None)
